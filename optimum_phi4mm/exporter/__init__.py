@@ -1,0 +1,1 @@
+"""How a component becomes a file: OnnxConfigs, capture, weight binding and the package's folder."""
