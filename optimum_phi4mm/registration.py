@@ -1,9 +1,9 @@
 """The only file that touches Optimum's internals: tasks, classes, and the few seams its flow needs.
 
-Importing it is cheap. `install` only arranges that each seam is put in when the module of Optimum that it belongs to
-is imported, so that neither `optimum-cli`'s start nor `import optimum_phi4mm` loads torch. The seams hold for whoever
-imported `main_export` before this package: they replace what its body looks up, not the function itself. Every one
-passes other models on untouched.
+Importing it is cheap. `install` only arranges that each seam is put in when the module of Optimum that it
+belongs to is imported, so that neither `optimum-cli`'s start nor `import optimum_phi4mm` loads torch. The
+seams hold for whoever imported `main_export` before this package: they replace what its body looks up, not
+the function itself. Every one passes other models on untouched.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -29,7 +31,7 @@ TASKS = ("image-text-to-text", "automatic-speech-recognition", "text-generation"
 DEFAULT_TASK = "image-text-to-text"
 
 _IGNORED_REMOTE_CODE = (
-    "--trust-remote-code is ignored: Phi-4-multimodal is exported without running the repository's Python files."
+    "--trust-remote-code is ignored: Phi-4-multimodal is exported without running the repository's Python."
 )
 
 # The package that the running export made; main_export itself returns nothing.
@@ -40,18 +42,20 @@ _our_sources: set[str] = set()
 
 
 def export(model: str | Path, output: str | Path, *, variant: str = "default", **options: Any) -> Package:
-    """Export Phi-4-multimodal to four ONNX models; the same as `optimum.exporters.onnx.main_export`, in one call.
+    """Export Phi-4-multimodal to four ONNX models; the same as `optimum.exporters.onnx.main_export`, in one
+    call.
 
     Args:
         model: folder or Hub id of a checkpoint in either layout.
         output: an empty or new folder.
         variant: `gated` (default), `merged`, `vision`, `speech` or `text`.
-        options: main_export's other options, e.g. `dtype="fp16"`, `opset`, `atol`, `do_validation`, `revision`,
+        options: main_export's other options, e.g. `dtype="fp16"`, `opset`, `atol`, `do_validation`,
+        `revision`,
             `cache_dir`, `token`.
 
     Returns:
-        The package: a mapping with the keys `vision`, `speech`, `embedding` and `model`, each with its path, inputs,
-        outputs and the largest differences that validation found.
+        The package: a mapping with the keys `vision`, `speech`, `embedding` and `model`, each with its path,
+        inputs, outputs and the largest differences that validation found.
 
     Raises:
         CheckpointError: a model that isn't Phi-4-multimodal, or a broken checkpoint.
@@ -72,12 +76,14 @@ def export(model: str | Path, output: str | Path, *, variant: str = "default", *
     model_type = (raw_config(str(model), **hub_options) or {}).get("model_type")
     if model_type not in MODEL_TYPES:
         raise CheckpointError(
-            f"{model} is not Phi-4-multimodal: its config.json has model_type {model_type!r}, expected one of "
-            f"{', '.join(MODEL_TYPES)}"
+            f"{model} is not Phi-4-multimodal: its config.json has model_type {model_type!r}, expected one "
+            f"of {', '.join(MODEL_TYPES)}"
         )
     task = options.get("task", "auto")
     if task.removesuffix("-with-past") not in (*TASKS, "auto"):
-        raise ExportError(f"task is {task}, expected one of {', '.join(TASKS)}, each with or without -with-past")
+        raise ExportError(
+            f"task is {task}, expected one of {', '.join(TASKS)}, each with or without -with-past"
+        )
     if options.get("dtype") not in (None, "fp32", "fp16", "bf16"):
         raise ExportError(f"dtype is {options['dtype']}, expected fp32, fp16 or bf16")
     packages: list[Package] = []
@@ -110,8 +116,12 @@ def wrap_command() -> None:
     def run_with_clear_errors(self: Any) -> None:
         from .errors import Phi4MMError
 
+        if "TRANSFORMERS_VERBOSITY" not in os.environ:  # Optimum's switch, which by default hides progress
+            logging.getLogger(f"optimum.{__package__}").setLevel(logging.INFO)
         try:
-            if self.args.pad_token_id is not None and _model_type(self.args.model, cache_dir=self.args.cache_dir):
+            if self.args.pad_token_id is not None and _model_type(
+                self.args.model, cache_dir=self.args.cache_dir
+            ):
                 raise Phi4MMError("--pad_token_id is not possible: the padding token is the checkpoint's own")
             run(self)
         except Phi4MMError as error:
@@ -145,7 +155,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def _model_type(name: str, **hub_options: Any) -> str | None:
-    """The model_type of a folder or Hub id when it is ours, else None; other models' faults are not ours to tell."""
+    """Our model_type of a folder or Hub id, else None: other models' faults are not ours to tell."""
     from .checkpoint import raw_config
     from .configuration import MODEL_TYPES
     from .errors import CheckpointError
@@ -174,23 +184,22 @@ def _register_tasks(tasks: ModuleType) -> None:
     def infer_task_from_model(
         cls: type, model: Any, subfolder: str = "", revision: str | None = None, **options: Any
     ) -> str:
+        def is_ours() -> bool:
+            hub_options = {name: options[name] for name in ("cache_dir", "token") if name in options}
+            return isinstance(model, str) and bool(
+                _model_type(model, subfolder=subfolder, revision=revision, **hub_options)
+            )
+
         try:
             task = infer(model, subfolder=subfolder, revision=revision, **options)
-            if task in TASKS:
-                return task
-        except Exception:
-            if not (isinstance(model, str) and _find_type(model, subfolder, revision, options)):
-                raise
-            return DEFAULT_TASK
-        return DEFAULT_TASK if isinstance(model, str) and _find_type(model, subfolder, revision, options) else task
+        except Exception:  # of whatever kind: a folder has no task, a Hub page may have none either
+            if is_ours():
+                return DEFAULT_TASK
+            raise
+        return DEFAULT_TASK if task not in TASKS and is_ours() else task
 
     manager.infer_task_from_model = classmethod(infer_task_from_model)
     _guard_auto_config(tasks)
-
-
-def _find_type(model: str, subfolder: str, revision: str | None, options: dict[str, Any]) -> str | None:
-    hub_options = {name: options[name] for name in ("cache_dir", "token") if name in options}
-    return _model_type(model, subfolder=subfolder, revision=revision, **hub_options)
 
 
 def _register_configs(model_configs: ModuleType) -> None:
@@ -228,13 +237,14 @@ def _replace_export(convert: ModuleType) -> None:
             packages.append(package)
         return package
 
-    convert.onnx_export_from_model = onnx_export_from_model
+    convert.onnx_export_from_model = onnx_export_from_model  # type: ignore[attr-defined]
 
 
 def _guard_main_export(main: ModuleType) -> None:
-    """`optimum.exporters.onnx.__main__`: no remote code, and no processor loaded that the export has no use for."""
+    """`optimum.exporters.onnx.__main__`: no remote code, and no processor loaded that isn't used."""
     _guard_auto_config(main)
-    main.onnx_export_from_model = importlib.import_module("optimum.exporters.onnx.convert").onnx_export_from_model
+    convert = importlib.import_module("optimum.exporters.onnx.convert")
+    main.onnx_export_from_model = convert.onnx_export_from_model  # type: ignore[attr-defined]
     stock = main.maybe_load_preprocessors
 
     @functools.wraps(stock)
@@ -243,7 +253,7 @@ def _guard_main_export(main: ModuleType) -> None:
             return []
         return stock(src_name_or_path, *args, **kwargs)
 
-    main.maybe_load_preprocessors = maybe_load_preprocessors
+    main.maybe_load_preprocessors = maybe_load_preprocessors  # type: ignore[attr-defined]
 
 
 def _guard_auto_config(module: ModuleType) -> None:
@@ -257,10 +267,8 @@ def _guard_auto_config(module: ModuleType) -> None:
                 key: kwargs[key] for key in ("subfolder", "revision", "cache_dir", "token") if key in kwargs
             }
             if kwargs.get("trust_remote_code") and _model_type(str(name), **hub_options):
-                from optimum.utils import logging
-
                 if str(name) not in _our_sources:  # the flow reads the config twice
-                    logging.get_logger(__name__).warning(_IGNORED_REMOTE_CODE)
+                    logging.getLogger(f"optimum.{__name__}").warning(_IGNORED_REMOTE_CODE)
                 kwargs["trust_remote_code"] = False
             config = stock.from_pretrained(name, **kwargs)
             from .configuration import MODEL_TYPES
@@ -270,7 +278,7 @@ def _guard_auto_config(module: ModuleType) -> None:
             return config
 
     AutoConfig.__qualname__ = AutoConfig.__name__ = stock.__name__
-    module.AutoConfig = AutoConfig
+    module.AutoConfig = AutoConfig  # type: ignore[attr-defined]
 
 
 _SEAMS: dict[str, Callable[[ModuleType], None]] = {

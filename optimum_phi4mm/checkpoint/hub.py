@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import hf_hub_download, snapshot_download
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from ..configuration import is_phi4mm, read_config, read_json
 from ..errors import CheckpointError
@@ -116,7 +116,7 @@ def raw_config(
             local_files_only=local_files_only,
             force_download=force_download,
         )
-    except (OSError, HFValidationError) as error:
+    except (OSError, ValueError) as error:
         # Without a connection nobody knows whether the repository has the file: that is an error, not an
         # answer.
         if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
@@ -136,10 +136,11 @@ def _local_folder(name: str | Path) -> Path | None:
 
 @contextmanager
 def _hub_errors(name: str) -> Iterator[None]:
-    # huggingface_hub's own errors are OSErrors, but for that of a name no repository can have.
+    # huggingface_hub's own errors are OSErrors, but for names no repository can have and options that exclude
+    # each other.
     try:
         yield
-    except (OSError, HFValidationError) as error:
+    except (OSError, ValueError) as error:
         raise _not_loaded(name, error) from error
 
 

@@ -55,8 +55,8 @@ class StoredTensor:
         Raises:
             CheckpointError: the file has changed or gone since its header was read.
         """
-        # A file that stays open stays mapped, and pages once read count as this process's memory until it is
-        # closed.
+        # Every page read through a mapping counts as this process's memory until the mapping ends. Opened for
+        # one tensor only, it ends with that tensor, not with the export.
         try:
             with safe_open(self.file, framework="pt") as content:
                 tensor = content.get_tensor(self.key)
@@ -64,8 +64,8 @@ class StoredTensor:
             raise CheckpointError(f"{self.key} can't be read from {self.file} any more: {error}") from error
         if tuple(tensor.shape) != self.shape or tensor.dtype is not self.dtype():
             raise CheckpointError(
-                f"{self.key} in {self.file} was {self.stored_dtype} {list(self.shape)} and is now {tensor.dtype} "
-                f"{list(tensor.shape)}: the file was replaced during the export, start it again"
+                f"{self.key} in {self.file} was {self.stored_dtype} {list(self.shape)} and is now "
+                f"{tensor.dtype} {list(tensor.shape)}: the file was replaced meanwhile, start again"
             )
         return tensor
 

@@ -29,10 +29,11 @@ def masked_attention(
 ) -> tuple[Tensor, None]:
     """Eager attention that replaces hidden scores instead of adding to them.
 
-    Follows `eager_attention_forward` of transformers' modeling_phi4_multimodal.py (scores and softmax in the same
-    order and type), with two differences that don't change a live row's result. Hidden scores are set to the type's
-    lowest number: adding it overflows to -inf in half precision, and a row that hides everything becomes NaN. And
-    key-value heads are not repeated for their query heads; the query heads of one key-value head are its rows.
+    Follows `eager_attention_forward` of transformers' modeling_phi4_multimodal.py (scores and softmax in the
+    same order and type), with two differences that don't change a live row's result. Hidden scores are set to
+    the type's lowest number: adding it overflows to -inf in half precision, and a row that hides everything
+    becomes NaN. And key-value heads are not repeated for their query heads; the query heads of one key-value
+    head are its rows.
 
     Args:
         module: the calling layer (unused; transformers' interface passes it).

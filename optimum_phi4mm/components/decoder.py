@@ -32,7 +32,9 @@ class LayerCache:
     key: Tensor  # (B, kv heads, past, D)
     value: Tensor
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, cache_kwargs: Any = None) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, cache_kwargs: Any = None
+    ) -> tuple[Tensor, Tensor]:
         self.key = torch.cat([self.key, key], dim=2)
         self.value = torch.cat([self.value, value], dim=2)
         return self.key, self.value
@@ -77,7 +79,9 @@ class DecoderLayer(Phi4MultimodalDecoderLayer):
 
 
 class LongRope(nn.Module):
-    """Rotary tables; `Phi4MultimodalRotaryEmbedding` with `longrope_frequency_update` as a selection in the graph."""
+    """Rotary tables: `Phi4MultimodalRotaryEmbedding`, the switch to long factors a selection in the graph."""
+
+    inv_freq: Tensor
 
     def __init__(self, config: Phi4MultimodalConfig) -> None:
         super().__init__()
@@ -87,7 +91,9 @@ class LongRope(nn.Module):
         short, self.attention_scaling = compute(config, torch.device("cpu"), seq_len=switch)
         long, _ = compute(config, torch.device("cpu"), seq_len=switch + 1)
         self.switch = switch
-        self.register_buffer("inv_freq", torch.stack([short, long]), persistent=False)  # (2, rotary width / 2)
+        self.register_buffer(
+            "inv_freq", torch.stack([short, long]), persistent=False
+        )  # (2, rotary width / 2)
 
     def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin, (B, S, rotary width) each, from int64 (B, S).
@@ -102,7 +108,7 @@ class LongRope(nn.Module):
 
 
 class Decoder(nn.Module):
-    """`model.onnx`: see design section 1. Follows `Phi4MultimodalModel` and the head of `Phi4MultimodalForCausalLM`."""
+    """`model.onnx`: see docs/contract.md. Follows `Phi4MultimodalForCausalLM`."""
 
     def __init__(self, config: Phi4MultimodalConfig) -> None:
         super().__init__()
@@ -128,10 +134,11 @@ class Decoder(nn.Module):
             inputs_embeds: F (batch, seq_len, hidden).
             attention_mask: int64 (batch, past_seq + seq_len), 0 hides.
             position_ids: int64 (batch, seq_len).
-            past_key_values: key of layer 0, value of layer 0, key of layer 1, ...; F (batch, kv heads, past_seq, D).
+            past_key_values: key of layer 0, value of layer 0, key of layer 1, ...; F (batch, kv heads,
+                past_seq, D).
             logits_to_keep: int64 (1,): logits of the last so many positions only; 0 is all.
-            adapter_gates: float32 (1 or batch, 2): factors of the vision and the speech adapter; None where the
-                linears have no adapters.
+            adapter_gates: float32 (1 or batch, 2): factors of the vision and the speech adapter; None where
+                the linears have no adapters.
 
         Returns:
             Logits F (batch, kept, vocab), then the present keys and values in the order of the past ones.
@@ -139,7 +146,7 @@ class Decoder(nn.Module):
         cos, sin = self.rotary_emb(position_ids, inputs_embeds.dtype)
         mask = self.visible(attention_mask, inputs_embeds.shape[1], past_key_values[0].shape[2])
         gates = () if adapter_gates is None else (adapter_gates.to(inputs_embeds.dtype),)
-        pairs = list(zip(past_key_values[::2], past_key_values[1::2]))
+        pairs = list(zip(past_key_values[::2], past_key_values[1::2], strict=True))
         hidden, present = self.layers(inputs_embeds, pairs, (mask, cos, sin, *gates))
 
         length = torch.ones_like(position_ids[0]).sum()
@@ -149,7 +156,7 @@ class Decoder(nn.Module):
         return (self.lm_head(self.norm(hidden[:, start:])), *present)
 
     def visible(self, attention_mask: Tensor, length: int, past: int) -> Tensor:
-        """Which keys each new position sees, bool (B, 1, S, past + S): earlier, not padding, inside the window."""
+        """Which keys a position sees, bool (B, 1, S, past + S): earlier, no padding, inside the window."""
         key = torch.arange(past + length, device=attention_mask.device)
         query = key[past:, None]
         seen = key <= query

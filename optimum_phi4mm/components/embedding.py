@@ -11,7 +11,7 @@ __all__ = ["Embedding"]
 
 
 class Embedding(nn.Module):
-    """`embedding.onnx`: see design section 1. Follows `Phi4MultimodalFeatureEmbedding`, but counts."""
+    """`embedding.onnx`: see docs/contract.md. Follows `Phi4MultimodalFeatureEmbedding`, but counts."""
 
     def __init__(self, config: Phi4MultimodalConfig) -> None:
         super().__init__()
@@ -33,9 +33,12 @@ class Embedding(nn.Module):
         # ONNX's Gather counts a negative id from the end; there is no token of such an id, so it must fail.
         ids = torch.where(input_ids < 0, self.embed_tokens.num_embeddings, input_ids)
         embeds = self.embed_tokens(ids).flatten(0, 1)
-        # index_copy becomes ScatterND with as many updates as indices, which fails on any other number. Neither
-        # index_put (a single row fills every place) nor masked_scatter (wrong numbers pass) would do.
-        for token_id, features in ((self.image_token_id, image_features), (self.audio_token_id, speech_features)):
+        # index_copy becomes ScatterND with as many updates as indices, which fails on any other number.
+        # Neither index_put (a single row fills every place) nor masked_scatter (wrong numbers pass) would do.
+        for token_id, features in (
+            (self.image_token_id, image_features),
+            (self.audio_token_id, speech_features),
+        ):
             places = (input_ids == token_id).flatten().nonzero().squeeze(1)
             embeds = embeds.index_copy(0, places, features)
         return (embeds.view(*input_ids.shape, -1),)

@@ -35,8 +35,8 @@ class Gates:
 class LoraLinear(nn.Linear):
     """`y = x W^T + sum over adapters of gate * scaling * (x A^T) B^T`.
 
-    The sum and its order follow `peft.tuners.lora.layer.Linear.forward`; the factor is applied between A and B,
-    where it touches rank numbers per token and not the output's width.
+    The sum and its order follow `peft.tuners.lora.layer.Linear.forward`; the factor is applied between A and
+    B, where it touches rank numbers per token and not the output's width.
 
     Args:
         base: the linear to extend; its parameters are taken over.
@@ -53,9 +53,8 @@ class LoraLinear(nn.Linear):
         self.lora_A = nn.ModuleDict()
         self.lora_B = nn.ModuleDict()
         for name, adapter in adapters.items():
-            options = {"bias": False, "device": device, "dtype": dtype}
-            self.lora_A[name] = nn.Linear(base.in_features, adapter.rank, **options)
-            self.lora_B[name] = nn.Linear(adapter.rank, base.out_features, **options)
+            self.lora_A[name] = nn.Linear(base.in_features, adapter.rank, False, device, dtype)
+            self.lora_B[name] = nn.Linear(adapter.rank, base.out_features, False, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, S, in) -> (B, S, out)
         out = super().forward(x)

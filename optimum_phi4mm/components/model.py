@@ -1,4 +1,4 @@
-"""The whole model as Optimum loads it: four components on the meta device, and the checkpoint they come from."""
+"""The model as Optimum loads it: four components on the meta device, and the checkpoint they come from."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ __all__ = ["Phi4MMForOnnxExport"]
 class Phi4MMForOnnxExport(nn.Module):
     """Phi-4-multimodal without its weights, ready for export.
 
-    `from_pretrained` only reads the config, so that options are checked before anything large is downloaded; `load`
-    fetches the checkpoint, checks every tensor's name and shape, and builds `vision_encoder`, `speech_encoder`,
-    `embedding` and `decoder` on the meta device. Weights stay on disk: `checkpoint` reads them one at a time.
+    `from_pretrained` only reads the config, so that options are checked before anything large is downloaded;
+    `load` fetches the checkpoint, checks every tensor's name and shape, and builds `vision_encoder`,
+    `speech_encoder`, `embedding` and `decoder` on the meta device. Weights stay on disk: `checkpoint` reads
+    them one at a time.
     """
 
     config: PretrainedConfig
@@ -116,6 +117,6 @@ class Phi4MMForOnnxExport(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> None:
         """Not a model to run: its parts are."""
         raise NotImplementedError(
-            "Phi4MMForOnnxExport holds no weights and is exported component by component; run the exported package, "
-            "or transformers' Phi4MultimodalForCausalLM"
+            "Phi4MMForOnnxExport holds no weights and is exported component by component: run the exported "
+            "package, or transformers' Phi4MultimodalForCausalLM"
         )

@@ -32,14 +32,20 @@ class AudioModel(nn.Module):
     def __init__(self, config: Phi4MultimodalAudioConfig) -> None:
         super().__init__()
         config = copy.deepcopy(config)
-        config._attn_implementation = "eager"  # adds the bias to the scores, which is this model's way of masking
+        config._attn_implementation = (
+            "eager"  # adds the bias to the scores, which is this model's way of masking
+        )
         self.time_reduction = config.time_reduction
         self.encoder_embedding = Phi4MultimodalAudioMeanVarianceNormLayer(config)
         self.embed = Phi4MultimodalAudioNemoConvSubsampling(config)
         self.relative_attention_bias_layer = Phi4MultimodalAudioRelativeAttentionBias(config)
-        self.encoders = LayerStack(Phi4MultimodalAudioConformerEncoderLayer(config) for _ in range(config.num_blocks))
+        self.encoders = LayerStack(
+            Phi4MultimodalAudioConformerEncoderLayer(config) for _ in range(config.num_blocks)
+        )
 
-    def forward(self, audio_features: Tensor, valid_frames: Tensor, has_mask: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, audio_features: Tensor, valid_frames: Tensor, has_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Encode a batch of clips.
 
         Args:
@@ -64,8 +70,8 @@ class AudioModel(nn.Module):
         valid_tokens = torch.cat([given.clamp(max=tokens), full])[:batch]
         is_token = position[None] < valid_tokens[:, None]
 
-        # Hidden frames are not excluded: visible ones get +1. Without a mask every frame is visible, the zeros that
-        # fill the last block included (`hs_mask` of the reference is then all true).
+        # Hidden frames are not excluded: visible ones get +1. Without a mask every frame is visible, the
+        # zeros that fill the last block included (`hs_mask` of the reference is then all true).
         visible = (is_token | ~has_mask).reshape(-1, 1, 1, block)
         bias = visible + self.relative_attention_bias_layer(hidden)
         hidden, _ = self.encoders(hidden, shared=(bias,))
@@ -73,7 +79,7 @@ class AudioModel(nn.Module):
 
 
 class SpeechEncoder(nn.Module):
-    """`speech.onnx`: see design section 1. Follows `Phi4MultimodalAudioEmbedding`."""
+    """`speech.onnx`: see docs/contract.md. Follows `Phi4MultimodalAudioEmbedding`."""
 
     def __init__(self, config: Phi4MultimodalConfig) -> None:
         super().__init__()
@@ -89,7 +95,8 @@ class SpeechEncoder(nn.Module):
 
         Args:
             audio_features: F (batch, audio_seq_len, mel bins).
-            audio_attention_mask: bool (num_audios, mask_len); only row sums matter, missing rows are all valid.
+            audio_attention_mask: bool (num_audios, mask_len); only row sums matter, missing rows are all
+                valid.
 
         Returns:
             Two F (num_audio_tokens, hidden): for prompts without an image, and for prompts with one.

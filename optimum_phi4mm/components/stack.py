@@ -11,15 +11,16 @@ from torch import Tensor, nn
 
 __all__ = ["LayerStack", "StackRunner"]
 
-StackRunner = Callable[["LayerStack", Tensor, Sequence[Sequence[Tensor]], Sequence[Tensor]], tuple[Tensor, list[Tensor]]]
+States = Sequence[Sequence[Tensor]]
+StackRunner = Callable[["LayerStack", Tensor, States, Sequence[Tensor]], tuple[Tensor, list[Tensor]]]
 
 
 class LayerStack(nn.ModuleList):
     """Layers of one architecture, run one after another.
 
-    A layer is called as `layer(hidden, *state, *shared)` and returns the new hidden state, or a tuple of it and its
-    new state. Two users exchange the loop: capture puts one node in its place, so that a layer captured once can be
-    placed N times, and validation loads each layer's weights just before it runs.
+    A layer is called as `layer(hidden, *state, *shared)` and returns the new hidden state, or a tuple of it
+    and its new state. Two users exchange the loop: capture puts one node in its place, so that a layer
+    captured once can be placed N times, and validation loads each layer's weights just before it runs.
     """
 
     _runner: StackRunner | None = None

@@ -16,24 +16,24 @@ from .stack import LayerStack
 __all__ = ["VisionEncoder", "num_vision_layers", "position_id_table"]
 
 
-
 def num_vision_layers(config: Phi4MultimodalVisionConfig) -> int:
-    """How many SigLIP layers the features need: `feature_layer` counts hidden states, of which layer 0's input is one."""
+    """How many SigLIP layers the features need; `feature_layer` counts hidden states, the input too."""
     layer = config.feature_layer
     return layer if layer >= 0 else config.num_hidden_layers + 1 + layer
 
 
 def position_id_table(grid: int) -> Tensor:
-    """The position bucket of row r (or column) when n of `grid` are valid, as int64 (grid + 1, grid); 0 beyond n.
+    """The position bucket of row r (or column) when n of `grid` are valid, as int64 (grid + 1, grid); 0
+    beyond n.
 
-    Follows `Phi4MultimodalVisionEmbeddings.forward` step by step: its float32 fractions don't fall where exact ones
-    would, so the values are computed by the same calls.
+    Follows `Phi4MultimodalVisionEmbeddings.forward` step by step: its float32 fractions don't fall where
+    exact ones would, so the values are computed by the same calls.
     """
     with torch.device("cpu"):  # values are needed even where the module is built on meta
         boundaries = torch.arange(1 / grid, 1.0, 1 / grid)
         table = torch.zeros(grid + 1, grid, dtype=torch.int64)
         for valid in range(1, grid + 1):
-            fractions = torch.arange(0, 1 - 1e-6, 1 / torch.tensor(valid))
+            fractions = torch.arange(0, 1 - 1e-6, (1 / torch.tensor(valid)).item())
             table[valid, :valid] = torch.bucketize(fractions, boundaries, right=True)
     return table
 
@@ -41,12 +41,16 @@ def position_id_table(grid: int) -> Tensor:
 class VisionLayer(Phi4MultimodalVisionEncoderLayer):
     """transformers' SigLIP layer with the arguments of a `LayerStack`."""
 
-    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:  # (crops, patches, C), bool (crops, 1, 1, patches)
+    def forward(
+        self, hidden: Tensor, mask: Tensor
+    ) -> Tensor:  # (crops, patches, C), bool (crops, 1, 1, patches)
         return super().forward(hidden, attention_mask=mask)
 
 
 class VisionEmbeddings(nn.Module):
     """Patches to vectors, with positions bucketed by how many patches of the crop are valid."""
+
+    position_id_table: Tensor
 
     def __init__(self, config: Phi4MultimodalVisionConfig) -> None:
         super().__init__()
@@ -67,26 +71,28 @@ class VisionEmbeddings(nn.Module):
 
 
 class ImageProcessor(nn.Module):
-    """SigLIP up to the layer whose features are used; later layers, the final norm and the pooling head are not built."""
+    """SigLIP up to the layer whose features are used, without later layers, final norm and pooling head."""
 
     def __init__(self, config: Phi4MultimodalVisionConfig) -> None:
         super().__init__()
         config = with_masked_attention(config)
         self.embeddings = VisionEmbeddings(config)
-        self.encoder = nn.Module()
-        self.encoder.layers = LayerStack(VisionLayer(config) for _ in range(num_vision_layers(config)))
+        layers = LayerStack(VisionLayer(config) for _ in range(num_vision_layers(config)))
+        self.encoder = nn.ModuleDict({"layers": layers})  # the checkpoint's names have this level
 
     def forward(self, pixel_values: Tensor, mask: Tensor) -> Tensor:  # -> (crops, g * g, C)
         hidden = self.embeddings(pixel_values, mask)
-        hidden, _ = self.encoder.layers(hidden, shared=(mask.flatten(1)[:, None, None, :],))
+        hidden, _ = self.encoder["layers"](hidden, shared=(mask.flatten(1)[:, None, None, :],))
         return hidden
 
 
 class VisionEncoder(nn.Module):
-    """`vision.onnx`: see design section 1. Follows `Phi4MultimodalImageEmbedding` of transformers, without its loop.
+    """`vision.onnx`: see docs/contract.md. Follows `Phi4MultimodalImageEmbedding` of transformers, without
+    its loop.
 
-    Each output token is one row of a table that holds every crop's tokens and the two separators; which row follows
-    from the token's position by integer arithmetic, so that any mix of grids and paddings is one Gather.
+    Each output token is one row of a table that holds every crop's tokens and the two separators; which row
+    follows from the token's position by integer arithmetic, so that any mix of grids and paddings is one
+    Gather.
     """
 
     def __init__(self, config: Phi4MultimodalConfig) -> None:
@@ -100,7 +106,9 @@ class VisionEncoder(nn.Module):
         self.global_img_feature_extensor = nn.Parameter(torch.zeros([1, 1, vision.hidden_size]))
         self.sub_img_feature_extensor = nn.Parameter(torch.zeros([1, 1, 1, vision.hidden_size]))
 
-    def forward(self, pixel_values: Tensor, image_sizes: Tensor, image_attention_mask: Tensor) -> tuple[Tensor]:
+    def forward(
+        self, pixel_values: Tensor, image_sizes: Tensor, image_attention_mask: Tensor
+    ) -> tuple[Tensor]:
         """Image features of all images, one after another.
 
         Args:
@@ -112,7 +120,10 @@ class VisionEncoder(nn.Module):
             F (num_image_tokens, hidden).
         """
         everything = torch.ones(
-            pixel_values.shape[0], *image_attention_mask.shape[1:], dtype=torch.bool, device=pixel_values.device
+            pixel_values.shape[0],
+            *image_attention_mask.shape[1:],
+            dtype=torch.bool,
+            device=pixel_values.device,
         )
         mask = torch.cat([image_attention_mask, everything])[: pixel_values.shape[0]]
         too_many_rows = count_rows(image_attention_mask) > count_rows(pixel_values)
@@ -122,7 +133,11 @@ class VisionEncoder(nn.Module):
         pooled = nn.functional.avg_pool2d(hidden.permute(0, 3, 1, 2), kernel_size=2, stride=2)
         crops = pooled.permute(0, 2, 3, 1).flatten(0, 2)  # (batch * base * base, C)
         table = torch.cat(
-            [crops, self.sub_img_feature_extensor.flatten(0, 2), self.global_img_feature_extensor.flatten(0, 1)]
+            [
+                crops,
+                self.sub_img_feature_extensor.flatten(0, 2),
+                self.global_img_feature_extensor.flatten(0, 1),
+            ]
         )
         rows = self.token_rows(image_sizes, mask, too_many_rows)
         tokens = table.index_select(0, rows)
@@ -131,10 +146,11 @@ class VisionEncoder(nn.Module):
         return (self.img_projection_down(tokens),)
 
     def token_rows(self, image_sizes: Tensor, mask: Tensor, bad: Tensor) -> Tensor:
-        """For every output token its row in [all crops' tokens; sub_GN; glb_GN], as int64 (num_image_tokens,).
+        """For every output token its row in [all crops' tokens; sub_GN; glb_GN], as int64
+        (num_image_tokens,).
 
-        Images with sizes (hd) come first, then every batch item as an image of its own; the latter have no tokens
-        when there is any image of the former kind. One kind of arithmetic serves both.
+        Images with sizes (hd) come first, then every batch item as an image of its own; the latter have no
+        tokens when there is any image of the former kind. One kind of arithmetic serves both.
         """
         base = self.base
         num_crops = count_rows(mask)
@@ -148,10 +164,13 @@ class VisionEncoder(nn.Module):
         bad = bad | (wrong_size.sum() > 0) | (has_hd & (hd_crops.sum() != num_crops))
         first_crop = hd_crops.cumsum(0) - hd_crops  # the crop that is an image's global view
 
-        # Valid tokens per crop: rows in its first column, columns in its first row (the mask of every second patch).
+        # Valid tokens per crop: rows in its first column, columns in its first row (the mask of every second
+        # patch).
         valid_rows = mask[:, ::2, 0].sum(1)
         valid_columns = mask[:, 0, ::2].sum(1)
-        sub_id = crop_ids[None] - first_crop[:, None] - 1  # (num_images, batch), an image's sub-crops are 0 .. h*w-1
+        sub_id = (
+            crop_ids[None] - first_crop[:, None] - 1
+        )  # (num_images, batch), an image's sub-crops are 0 .. h*w-1
         own = (sub_id >= 0) & (sub_id < (height * width)[:, None])
         safe_width = width.clamp(min=1)[:, None]
         useful_height = torch.where(own & (sub_id % safe_width == 0), valid_rows[None], 0).sum(1)
@@ -194,5 +213,3 @@ class VisionEncoder(nn.Module):
         row = torch.where(ends_line, sub_separator, row)
         row = torch.where(global_offset == -1, sub_separator + 1, row)
         return torch.where(bad, OUT_OF_RANGE, row)
-
-

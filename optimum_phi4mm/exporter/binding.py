@@ -1,4 +1,4 @@
-"""Weights meet graphs: for every initialiser without a value, the tensor it will be, read when it is written."""
+"""Weights meet graphs: every initialiser without a value gets one that is read when it is written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..checkpoint import Checkpoint, LoraAdapter, fold
 from ..errors import CheckpointError
-from .capture import TRANSPOSED
+from .graph import TRANSPOSED
 
 
 __all__ = ["bind", "bound_tensor", "num_bytes"]
@@ -39,12 +39,12 @@ def bind(
         if name in derived:
             value.const_value = ir.tensor(derived[name], name=name)
             continue
-        dtype = _TORCH_DTYPES[value.dtype]
+        dtype, shape = ir.DataType(value.dtype or 0), ir.Shape(value.shape or ())
 
-        def read(name: str = name, dtype: torch.dtype = dtype) -> ir.TensorProtocol:
-            return ir.tensor(bound_tensor(name, dtype, checkpoint, folded), name=name)
+        def read(name: str = name, dtype: ir.DataType = dtype) -> ir.TensorProtocol:
+            return ir.tensor(bound_tensor(name, _TORCH_DTYPES[dtype], checkpoint, folded), name=name)
 
-        value.const_value = ir.LazyTensor(read, dtype=value.dtype, shape=value.shape, name=name)
+        value.const_value = ir.LazyTensor(read, dtype=dtype, shape=shape, name=name)
 
 
 def bound_tensor(
@@ -63,7 +63,8 @@ def bound_tensor(
     stored = weight.to(dtype)
     if dtype is torch.float16 and not torch.isfinite(stored).all() and torch.isfinite(weight).all():
         raise CheckpointError(
-            f"{key} has values up to {weight.abs().max().item():g}, float16 ends at 65504: export with --dtype fp32"
+            f"{key} has values up to {weight.abs().max().item():g}, float16 ends at 65504: export with "
+            "--dtype fp32"
         )
     return stored.t().contiguous() if name.endswith(TRANSPOSED) else stored
 
@@ -83,4 +84,5 @@ def _lora_pairs(
 
 def num_bytes(model: ir.Model) -> int:
     """Size of all initialisers once written."""
-    return sum(value.const_value.nbytes for value in model.graph.initializers.values())
+    tensors = [value.const_value for value in model.graph.initializers.values()]
+    return sum(int(tensor.nbytes) for tensor in tensors if tensor is not None)

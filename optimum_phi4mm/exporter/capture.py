@@ -1,6 +1,8 @@
-"""A component becomes a graph: captured on the meta device, its layer once, then the layer placed as often as it runs.
+"""A component becomes a graph: captured on the meta device, its layer once, then the layer placed as often as
+it runs.
 
-The weights take no part: initialisers come out with a type and a shape and no value, under their canonical names.
+The weights take no part: initialisers come out with a type and a shape and no value, under their canonical
+names.
 """
 
 from __future__ import annotations
@@ -17,17 +19,19 @@ import torch
 from onnxscript import optimizer
 from torch import Tensor, nn
 
-from ..checkpoint import leaf_from_native
 from ..components.stack import LayerStack
 from ..errors import ExportError
+from .graph import (
+    SLOT,
+    finish,
+    name_initializers,
+    name_inputs_and_outputs,
+    place_layers,
+    store_transposed,
+)
 
 
-__all__ = ["TRANSPOSED", "capture", "derived_buffers"]
-
-# Ends the name of a weight that is stored with its two axes exchanged.
-TRANSPOSED = ".transposed"
-
-_SLOT = ("optimum_phi4mm", "Layers")
+__all__ = ["capture", "derived_buffers"]
 
 
 class _LayerReached(Exception):
@@ -49,7 +53,9 @@ class _Caller(nn.Module):
         return tuple(outputs.values()) if isinstance(outputs, dict) else outputs
 
 
-def capture(component: nn.Module, config: Any, *, opset: int, fold_constants: bool = True, **shapes: int) -> ir.Model:
+def capture(
+    component: nn.Module, config: Any, *, opset: int, fold_constants: bool = True, **shapes: int
+) -> ir.Model:
     """Capture one component.
 
     Args:
@@ -72,20 +78,20 @@ def capture(component: nn.Module, config: Any, *, opset: int, fold_constants: bo
             (stack,) = stacks
             (path,) = (name for name, module in component.named_modules() if module is stack)
             model = _capture_with_layers(component, config, stack, path, dummies, opset, fold_constants)
-    _name_inputs_and_outputs(model.graph, config)
-    _store_transposed(model.graph)
-    _name_initializers(model.graph, component, config)
-    _finish(model)
+    name_inputs_and_outputs(model.graph, config)
+    store_transposed(model.graph)
+    name_initializers(model.graph, config.PREFIX)
+    finish(model)
     return model
 
 
 def derived_buffers(component: nn.Module) -> dict[str, Tensor]:
-    """Buffers that no checkpoint holds and the config determines (position table, rotary frequencies), by name."""
-    found = {}
-    for prefix, module in component.named_modules():
-        for name in module._non_persistent_buffers_set:
-            found[f"{prefix}.{name}"] = module._buffers[name]
-    return found
+    """Buffers that the config determines and no checkpoint holds (position table, rotary), by name."""
+    return {
+        f"{prefix}.{name}": module.get_buffer(name)
+        for prefix, module in component.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
 
 
 def _capture_with_layers(
@@ -111,17 +117,23 @@ def _capture_with_layers(
 
     axes: list[dict[int, Any]] = []
 
-    def slot(_: LayerStack, hidden: Tensor, states: Sequence, shared: Sequence) -> tuple[Tensor, list[Tensor]]:
+    def slot(
+        _: LayerStack, hidden: Tensor, states: Sequence, shared: Sequence
+    ) -> tuple[Tensor, list[Tensor]]:
         first = [hidden, *(states[0] if states else ()), *shared]
         axes[:] = [
-            {axis: torch.export.Dim.DYNAMIC for axis, size in enumerate(x.shape) if isinstance(size, torch.SymInt)}
+            {
+                axis: torch.export.Dim.DYNAMIC
+                for axis, size in enumerate(x.shape)
+                if isinstance(size, torch.SymInt)
+            }
             for x in first
         ]
         flat = [x for state in states for x in state]
         # A layer's new key and value are its old ones and as many more as there are hidden states.
         grown = [(*x.shape[:2], x.shape[2] + hidden.shape[1], x.shape[3]) for x in flat]
         outputs = torch.onnx.ops.symbolic_multi_out(
-            "::".join(_SLOT),
+            "::".join(SLOT),
             [hidden, *flat, *shared],
             dtypes=[x.dtype for x in (hidden, *flat)],
             shapes=[hidden.shape, *grown],
@@ -135,8 +147,8 @@ def _capture_with_layers(
     layer = _export(stack[0], arguments, axes, opset)
     _optimise(model, fold_constants)
     _optimise(layer, fold_constants)
-    _store_transposed(layer.graph)
-    _place_layers(model.graph, layer.graph, path, len(stack))
+    store_transposed(layer.graph)
+    place_layers(model.graph, layer.graph, path, len(stack))
     return model
 
 
@@ -144,10 +156,13 @@ def _export(module: nn.Module, inputs: Any, axes: Any, opset: int) -> ir.Model:
     """One module to an ir.Model; every axis asked for is dynamic in it, or torch.export fails."""
     program = torch.export.export(_Caller(module), (inputs,), dynamic_shapes=(axes,), strict=False)
     onnx_program = torch.onnx.export(program, dynamo=True, optimize=False, opset_version=opset, verbose=False)
+    assert onnx_program is not None  # None is for exports to a file
     model = onnx_program.model
     version = model.opset_imports[""]
     if version != opset:
-        raise ExportError(f"opset {opset} was asked for, but torch.onnx gives {version}: choose another --opset")
+        raise ExportError(
+            f"opset {opset} was asked for, but torch.onnx gives {version}: choose another --opset"
+        )
     for name, value in list(model.graph.initializers.items()):
         if name.startswith("module."):
             value.const_value = None  # a meta tensor, which the optimiser would try to fold
@@ -190,9 +205,12 @@ def _dynamic_axes(inputs: dict[str, Any], config: Any) -> dict[str, Any]:
             return [axes(name, item) for item in x]
         if name in config.static_shapes:
             return None
-        # Inputs of a list share the axes of its first: `past_key_values` stands for `past_key_values.0.key` and on.
-        found = by_name.get(name) or next((value for key, value in by_name.items() if key.startswith(f"{name}.")), {})
-        return {axis: torch.export.Dim.DYNAMIC for axis in found}
+        # Inputs of a list share the axes of its first: `past_key_values` stands for `past_key_values.0.key`
+        # and on.
+        found: dict[int, str] = by_name.get(name) or next(
+            (value for key, value in by_name.items() if key.startswith(f"{name}.")), {}
+        )
+        return dict.fromkeys(found, torch.export.Dim.DYNAMIC)
 
     return {name: axes(name, x) for name, x in inputs.items()}
 
@@ -203,8 +221,8 @@ def _buffers_on_meta(component: nn.Module) -> Iterator[None]:
     kept = []
     for module in component.modules():
         for name in module._non_persistent_buffers_set:
-            kept.append((module, name, module._buffers[name]))
-            module._buffers[name] = module._buffers[name].to("meta")
+            kept.append((module, name, module.get_buffer(name)))
+            module._buffers[name] = module.get_buffer(name).to("meta")
     try:
         yield
     finally:
@@ -218,104 +236,3 @@ def _optimise(model: ir.Model, fold_constants: bool) -> None:
     else:
         common_passes.InlinePass()(model)
         common_passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-
-
-def _store_transposed(graph: ir.Graph) -> None:
-    """Store a weight that is only ever used transposed in that layout: 156 Transposes cost the vision tower seconds."""
-    for name, value in list(graph.initializers.items()):
-        consumers = [usage.node for usage in value.uses()]
-        if value.const_value is not None or not consumers:
-            continue
-        if not all(
-            node.op_type == "Transpose" and list(node.attributes["perm"].as_ints()) == [1, 0] for node in consumers
-        ):
-            continue
-        value.name = name + TRANSPOSED
-        value.shape = ir.Shape(reversed(value.shape))
-        for node in consumers:
-            ir.convenience.replace_all_uses_with(node.outputs[0], value)
-            graph.remove(node, safe=True)
-
-
-def _place_layers(graph: ir.Graph, layer: ir.Graph, path: str, count: int) -> None:
-    """Replace the slot by `count` copies of `layer`, each with its own weights and all with the same constants."""
-    (slot,) = (node for node in graph if (node.domain, node.op_type) == _SLOT)
-    num_state = len(layer.outputs) - 1
-    hidden, *rest = slot.inputs
-    states, shared = rest[: count * num_state], rest[count * num_state :]
-
-    constants = {}
-    for name, value in list(layer.initializers.items()):
-        if value.const_value is not None:
-            constant = ir.Value(name=f"{path}.{name}", shape=value.shape, type=value.type, const_value=value.const_value)
-            graph.initializers[constant.name] = constant
-            constants[name] = constant
-
-    for index in range(count):
-        clone = layer.clone()
-        prefix = f"{path}.{index}."
-        own = [hidden, *states[index * num_state : (index + 1) * num_state], *shared]
-        for parameter, argument in zip(clone.inputs, own, strict=True):
-            ir.convenience.replace_all_uses_with(parameter, argument)
-        for name, value in list(clone.initializers.items()):
-            clone.initializers.pop(name)
-            if name in constants:
-                ir.convenience.replace_all_uses_with(value, constants[name])
-            else:
-                value.name = prefix + name
-                graph.initializers[value.name] = value
-        hidden, *new_state = clone.outputs
-        nodes = list(clone)
-        clone.outputs.clear()
-        clone.remove(nodes)
-        for node in nodes:
-            node.name = prefix + (node.name or "node")
-            for output in node.outputs:
-                output.name = prefix + output.name
-        graph.insert_before(slot, nodes)
-        for position, value in enumerate(new_state):
-            old = slot.outputs[1 + index * num_state + position]
-            ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
-    ir.convenience.replace_all_uses_with(slot.outputs[0], hidden, replace_graph_outputs=True)
-    graph.remove(slot, safe=True)
-
-
-def _name_inputs_and_outputs(graph: ir.Graph, config: Any) -> None:
-    """Give inputs and outputs the contract's names and axes, and optional inputs their default."""
-    for value, (name, axes) in zip(graph.inputs, config.inputs.items(), strict=True):
-        value.name = name
-        value.shape = ir.Shape(axes.get(axis, size) for axis, size in enumerate(value.shape))
-        if name in config.defaults:
-            value.const_value = ir.tensor(config.defaults[name].numpy(), name=name)
-            graph.initializers[name] = value
-    for value, (name, axes) in zip(graph.outputs, config.outputs.items(), strict=True):
-        value.name = name
-        value.shape = ir.Shape(axes.get(axis, size) for axis, size in enumerate(value.shape))
-    # What the export traced as one row of gates or one prompt length is neither: ONNX Runtime infers shapes itself,
-    # and a stale one makes it plan a buffer of the wrong size.
-    known = {*graph.inputs, *graph.outputs, *graph.initializers.values()}
-    for node in graph.all_nodes():
-        for output in node.outputs:
-            if output not in known:
-                output.shape = None
-
-
-def _name_initializers(graph: ir.Graph, component: nn.Module, config: Any) -> None:
-    """Give weights their canonical names, under the component's prefix."""
-    for name, value in list(graph.initializers.items()):
-        if value.const_value is None:
-            stem = name.removesuffix(TRANSPOSED)
-            value.name = leaf_from_native(f"{config.PREFIX}.{stem}") + name.removeprefix(stem)
-
-
-def _finish(model: ir.Model) -> None:
-    """Leave no trace of the capture: source lines and paths, unused nodes, names that two values share."""
-    for step in (
-        common_passes.RemoveUnusedNodesPass(),
-        common_passes.RemoveUnusedOpsetsPass(),
-        common_passes.ClearMetadataAndDocStringPass(),
-        common_passes.TopologicalSortPass(),
-        common_passes.NameFixPass(),
-    ):
-        step(model)
-    model.producer_name, model.producer_version = "optimum-phi4mm", None

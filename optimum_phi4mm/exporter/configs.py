@@ -45,7 +45,8 @@ FOLDED_ADAPTERS: dict[str, tuple[str, ...] | None] = {
 class _ComponentOnnxConfig(OnnxConfig):
     """One of the four models. `inputs` holds required and optional inputs; the latter have a default.
 
-    The default torch opset is kept unless the float type needs a later one: Conv takes bfloat16 from opset 22 on.
+    The default torch opset is kept unless the float type needs a later one: Conv takes bfloat16 from opset 22
+    on.
     """
 
     NORMALIZED_CONFIG_CLASS = NormalizedTextConfig
@@ -61,7 +62,7 @@ class _ComponentOnnxConfig(OnnxConfig):
 
     @property
     def static_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Sizes at capture of inputs whose dynamic axis torch.export must take for a constant (see capture)."""
+        """Sizes at capture of inputs whose dynamic axis torch.export must take for a constant."""
         return {}
 
 
@@ -135,7 +136,7 @@ class Phi4MMEmbeddingOnnxConfig(_ComponentOnnxConfig):
 
 
 class Phi4MMDecoderOnnxConfig(_ComponentOnnxConfig):
-    """`model.onnx`; `adapters` are in the graph where `folded` is None, else `folded` names those in the weights."""
+    """`model.onnx`; `folded` None keeps `adapters` in the graph, else it names those in the weights."""
 
     PREFIX = "decoder"
     DUMMY_INPUT_GENERATOR_CLASSES = (DecoderInputGenerator,)
@@ -163,8 +164,8 @@ class Phi4MMDecoderOnnxConfig(_ComponentOnnxConfig):
 
     @property
     def static_shapes(self) -> dict[str, tuple[int, ...]]:
-        # The gates broadcast over the batch with one row as with a row per item. torch.export would decide between
-        # the two; with one row it writes a graph that does both.
+        # The gates broadcast over the batch with one row as with a row per item. torch.export would decide
+        # between the two; with one row it writes a graph that does both.
         return {} if self.folded is not None else {"adapter_gates": (1, 2)}
 
     @property
@@ -193,7 +194,7 @@ COMPONENTS: dict[str, type[_ComponentOnnxConfig]] = {
 
 
 class Phi4MMOnnxConfig(OnnxConfigWithPast):
-    """The model's one config per task in TasksManager: carries the variants and gives the four models' configs."""
+    """The model's one config per task in TasksManager: has the variants and gives the four configs."""
 
     NORMALIZED_CONFIG_CLASS = NormalizedTextConfig
     DEFAULT_ONNX_OPSET = _ComponentOnnxConfig.DEFAULT_ONNX_OPSET

@@ -1,4 +1,4 @@
-"""The export: options checked, four graphs captured, weights bound, the package written, validated and moved in place."""
+"""The export: options checked, graphs captured, weights bound, the package written, validated and moved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import nn
 
 from ..checkpoint import leaf_from_native
 from ..components.model import Phi4MMForOnnxExport
-from ..errors import ExportError
 from .binding import bind, num_bytes
 from .capture import capture, derived_buffers
 from .configs import FOLDED_ADAPTERS, Phi4MMOnnxConfig
@@ -26,7 +25,7 @@ from .validation import validate
 
 __all__ = ["onnx_export_from_model"]
 
-logger = logging.get_logger(__name__)
+logger = logging.get_logger(f"optimum.{__name__}")  # below the logger that Optimum configures
 
 
 def onnx_export_from_model(
@@ -57,13 +56,15 @@ def onnx_export_from_model(
         model: as `Phi4MMForOnnxExport.from_pretrained` gives it.
         output: an empty or new folder.
         opset: ONNX opset version; None is 20, or 22 for bfloat16.
-        atol: largest absolute difference that validation accepts; None is relative to the reference's magnitude.
-        do_validation: whether the written models are run and compared before they are moved to `output`.
-        task: one of the tasks the model is registered for; all give the same four models.
+        atol: largest absolute difference that validation accepts; None is relative to the reference's
+        magnitude. do_validation: whether the written models are run and compared before they are moved to
+        `output`. task: one of the tasks the model is registered for; all give the same four models.
         do_constant_folding: whether onnxscript's optimiser runs over the graphs.
-        no_post_process, preprocessors, use_subprocess: without effect on this model: no post-processing is done, the
+        no_post_process, preprocessors, use_subprocess: without effect on this model: no post-processing is
+        done, the
             checkpoint's own processor files are written, and validation runs in this process.
-        optimize, monolith, model_kwargs, custom_onnx_configs, fn_get_submodels, device, no_dynamic_axes, slim: refused
+        optimize, monolith, model_kwargs, custom_onnx_configs, fn_get_submodels, device, no_dynamic_axes,
+        slim: refused
             unless they have their default (see `options.check_options`).
         kwargs_shapes: sizes of the dummy inputs, by Optimum's names.
 
@@ -109,7 +110,9 @@ def onnx_export_from_model(
     graphs: dict[str, ir.Model] = {}
     for key, (component, config) in components.items():
         logger.info(f"Capturing {key}.onnx (opset {opset}, {dtype})")
-        graphs[key] = graph = capture(component, config, opset=opset, fold_constants=do_constant_folding, **shapes)
+        graphs[key] = graph = capture(
+            component, config, opset=opset, fold_constants=do_constant_folding, **shapes
+        )
         bind(graph, model.checkpoint, _derived(component, config.PREFIX), folded)
         graph.metadata_props.update({"phi4mm.variant": variant, "phi4mm.dtype": dtype})
     check_space(output, sum(num_bytes(graph) for graph in graphs.values()))
@@ -126,7 +129,9 @@ def onnx_export_from_model(
             ir.save(graph, folder / f"{key}.onnx", external_data=f"{key}.onnx_data")
         if do_validation:
             for key, (component, config) in components.items():
-                differences = validate(package[key], component, config, model.checkpoint, folded, atol=atol, **shapes)
+                differences = validate(
+                    package[key], component, config, model.checkpoint, folded, atol=atol, **shapes
+                )
                 package[key].differences = differences
         card = model_card(package, source=model.source, revision=model.revision)
         (folder / "README.md").write_text(card, encoding="utf-8")
@@ -135,4 +140,6 @@ def onnx_export_from_model(
 
 
 def _derived(component: nn.Module, prefix: str) -> dict[str, Any]:
-    return {leaf_from_native(f"{prefix}.{name}"): buffer for name, buffer in derived_buffers(component).items()}
+    return {
+        leaf_from_native(f"{prefix}.{name}"): buffer for name, buffer in derived_buffers(component).items()
+    }

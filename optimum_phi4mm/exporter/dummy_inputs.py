@@ -22,7 +22,9 @@ _TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfl
 class _Generator(DummyInputGenerator):
     """Draws from its own random stream, so that the same call gives the same inputs."""
 
-    def __init__(self, task: str, normalized_config: NormalizedTextConfig, batch_size: int, seed: int) -> None:
+    def __init__(
+        self, task: str, normalized_config: NormalizedTextConfig, batch_size: int, seed: int
+    ) -> None:
         self.task = task
         self.config = normalized_config.config
         self.batch_size = batch_size
@@ -63,11 +65,13 @@ class VisionInputGenerator(_Generator):
                 rows.extend(views + [sub_crop] * (height * width))
             return torch.stack(rows)
         crops = sum(1 + height * width for height, width in self.grids)
-        return self.normal(crops, vision.num_channels, vision.crop_size, vision.crop_size, float_dtype=float_dtype)
+        return self.normal(
+            crops, vision.num_channels, vision.crop_size, vision.crop_size, float_dtype=float_dtype
+        )
 
 
 class SpeechInputGenerator(_Generator):
-    """`batch_size` clips of `nb_max_frames` mel frames, each but the first a little shorter than the one before."""
+    """`batch_size` clips of `nb_max_frames` mel frames, each a little shorter than the one before."""
 
     SUPPORTED_INPUT_NAMES = ("audio_features", "audio_attention_mask")
 
@@ -89,7 +93,9 @@ class SpeechInputGenerator(_Generator):
         if input_name == "audio_attention_mask":
             lengths = torch.tensor([max(frames - 37 * index, 1) for index in range(self.batch_size)])
             return torch.arange(frames)[None] < lengths[:, None]
-        return self.normal(self.batch_size, frames, self.config.audio_config.input_size, float_dtype=float_dtype)
+        return self.normal(
+            self.batch_size, frames, self.config.audio_config.input_size, float_dtype=float_dtype
+        )
 
 
 class EmbeddingInputGenerator(_Generator):
@@ -124,7 +130,7 @@ class EmbeddingInputGenerator(_Generator):
 
 
 class DecoderInputGenerator(_Generator):
-    """A batch in the middle of a generation: a past as long as the new tokens, every row but the last left-padded."""
+    """A batch amid a generation: a past as long as the new tokens, every row but the last left-padded."""
 
     SUPPORTED_INPUT_NAMES = (
         "inputs_embeds",

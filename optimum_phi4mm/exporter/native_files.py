@@ -40,6 +40,13 @@ _CHANNELS = Kind(
     "a list of numbers, one per channel",
     lambda value: isinstance(value, list) and len(value) > 0 and all(is_number(number) for number in value),
 )
+_TOKEN_IDS = Kind(
+    "a token id or a list of them",
+    lambda value: (
+        isinstance(value, (int, list))
+        and all(is_int(token, -1, 1 << 31) for token in (value if isinstance(value, list) else [value]))
+    ),
+)
 _IMAGE_SIZE = Kind(
     "an object of height and width",
     lambda value: (
@@ -132,11 +139,25 @@ def _generation_config(folder: Path, config: Phi4MultimodalConfig) -> dict[str, 
         return {name: value for name, value in ids.items() if value is not None}
     content = read_json(file)
     content.pop("transformers_version", None)
+    for field, kind in _generation_kinds().items():
+        if content.get(field) is not None and not kind.accepts(content[field]):
+            raise CheckpointError(f"{file}: {field} is {content[field]!r}, expected {kind.expected}")
     try:
         GenerationConfig(**content).validate()
     except Exception as error:  # what a wrong type does in there has no common class
         raise CheckpointError(f"{file} is no generation config: {error}") from error
     return content
+
+
+def _generation_kinds() -> dict[str, Kind]:
+    """What the fields of a generation config may hold: `validate` only warns about some wrong types."""
+    kinds = {
+        field: _FLAG if isinstance(default, bool) else _NUMBER
+        for field, default in GenerationConfig().to_dict().items()
+        if isinstance(default, (bool, int, float))
+    }
+    kinds.pop("early_stopping")  # a flag or "never", which validate checks
+    return kinds | {f"{token}_token_id": _TOKEN_IDS for token in ("bos", "eos", "pad")}
 
 
 def _preprocessor_config(folder: Path, config: Phi4MultimodalConfig) -> dict[str, Any]:
@@ -180,8 +201,9 @@ def _tokenizer_files(folder: Path, config: Phi4MultimodalConfig) -> dict[str, by
     files = {name: (folder / name).read_bytes() for name in _COPIED_TEXT if (folder / name).is_file()}
     for name in (*_COPIED_JSON, "tokenizer.json"):
         if (folder / name).is_file():
-            read_json(folder / name)
             files[name] = (folder / name).read_bytes()
+    for name in set(files).intersection(_COPIED_JSON):
+        read_json(folder / name)
     if len(missing) < 2:
         files["tokenizer_config.json"] = _json(_tokenizer_config(folder, config))
     return files
@@ -220,13 +242,27 @@ def _placeholders(folder: Path, config: Phi4MultimodalConfig) -> dict[str, str]:
         "audio_token": config.audio_config.audio_token_id,
     }
     file = folder / "tokenizer.json"
-    added = read_json(file).get("added_tokens") if file.is_file() else []
-    if not isinstance(added, list) or not all(isinstance(token, Mapping) for token in added):
-        raise CheckpointError(f"{file}: added_tokens is no list of objects")
-    tokens = {
-        token.get("id"): token.get("content") for token in added if isinstance(token.get("content"), str)
-    }
+    if not file.is_file():
+        return dict(_PLACEHOLDERS)
+    tokens = _tokens(file)
+    for name, token_id in ids.items():
+        if token_id not in tokens:
+            logger.warning(
+                f"{file} has no token {token_id}, the {name} of config.json: prompts can't hold it"
+            )
     return {name: tokens.get(token_id, _PLACEHOLDERS[name]) for name, token_id in ids.items()}
+
+
+def _tokens(file: Path) -> dict[int, str]:
+    """The tokens of a `tokenizer.json` by id; added ones replace those of the vocabulary."""
+    content = read_json(file)
+    model, added = content.get("model"), content.get("added_tokens") or []
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
+        raise CheckpointError(f"{file}: added_tokens is no list of objects")
+    pairs = [*vocabulary.items()] if isinstance(vocabulary, dict) else []
+    pairs += [(token.get("content"), token.get("id")) for token in added]
+    return {index: text for text, index in pairs if is_int(index, 0, 1 << 31) and isinstance(text, str)}
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""The options of Optimum's command: which of them this model can honour, and what to do instead of the others."""
+"""The options of Optimum's command: which this model can honour, and what to do instead of the others."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ __all__ = ["check_options", "float_dtype", "opset_for"]
 
 _DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
-# torch.onnx has no operators below 18; ONNX Runtime 1.32 knows operators up to 23 well. Conv takes bfloat16 from 22 on.
+# torch.onnx has no operators below 18; ONNX Runtime 1.32 knows operators up to 23 well. Conv takes bfloat16
+# from 22 on.
 _MIN_OPSET, _MAX_OPSET, _MIN_OPSET_BF16 = 18, 23, 22
 
 _REFUSED = {
     "optimize": "--optimize is not available for this model: ONNX Runtime optimises it when it loads it "
     "(SessionOptions.graph_optimization_level)",
-    "monolith": "--monolith is not possible: vision and speech run once per prompt and the decoder once per token, "
-    "so the model is four files",
-    "slim": "--slim is not possible: onnxslim folds the defaults of optional inputs into the graph; the graphs are "
-    "already simplified by onnxscript",
-    "no_dynamic_axes": "--no-dynamic-axes is not possible: one decoder serves prompts and single tokens. To fix an "
-    "axis afterwards run python -m onnxruntime.tools.make_dynamic_shape_fixed --dim_param batch --dim_value 1 IN OUT",
+    "monolith": "--monolith is not possible: vision and speech run once per prompt and the decoder once per "
+    "token, so the model is four files",
+    "slim": "--slim is not possible: onnxslim folds the defaults of optional inputs into the graph; the "
+    "graphs are already simplified by onnxscript",
+    "no_dynamic_axes": "--no-dynamic-axes is not possible: one decoder serves prompts and single tokens. To "
+    "fix an axis afterwards run python -m onnxruntime.tools.make_dynamic_shape_fixed --dim_param batch "
+    "--dim_value 1 IN OUT",
     "model_kwargs": "--model-kwargs is not possible: the four models' inputs and outputs are fixed",
-    "custom_onnx_configs": "custom_onnx_configs is not possible: the four models' inputs and outputs are fixed",
+    "custom_onnx_configs": "custom_onnx_configs is not possible: the models' inputs and outputs are fixed",
     "fn_get_submodels": "fn_get_submodels is not possible: the model is always exported as its four parts",
 }
 
@@ -48,8 +50,8 @@ def check_options(
             raise ExportError(_REFUSED[name])
     if torch.device(device).type != "cpu":
         raise ExportError(
-            f"--device {device} is not possible: the export computes nothing on a device. Leave it out; the exported "
-            "models run on any device of ONNX Runtime"
+            f"--device {device} is not possible: the export computes nothing on a device. Leave it out; the "
+            "exported models run on any device of ONNX Runtime"
         )
     if atol is not None and not (math.isfinite(atol) and atol >= 0):
         raise ExportError(f"--atol is {atol}, expected a number from 0 on")
@@ -57,7 +59,9 @@ def check_options(
         raise ExportError(f"--variant is {variant}, expected one of {', '.join(Phi4MMOnnxConfig.VARIANTS)}")
     unknown = set(shapes) - set(DEFAULT_DUMMY_SHAPES)
     if unknown:
-        raise ExportError(f"unknown option {', '.join(sorted(unknown))}: see optimum.exporters.onnx.main_export")
+        raise ExportError(
+            f"unknown option {', '.join(sorted(unknown))}: see optimum.exporters.onnx.main_export"
+        )
     for name, size in shapes.items():
         if size < 1:
             raise ExportError(f"--{name} is {size}, expected a size from 1 on")
@@ -65,11 +69,13 @@ def check_options(
 
 
 def _check_capture_sizes(shapes: Mapping[str, int]) -> None:
-    """torch.export takes a size of 1 for a constant and compares with it: an axis must be at least 2 to be dynamic."""
+    """torch.export takes a size of 1 for a constant: an axis must be at least 2 to be dynamic."""
     for name in ("batch_size", "sequence_length", "nb_max_frames"):
         if shapes[name] < 2:
-            raise ExportError(f"--{name} is {shapes[name]}, expected at least 2: an axis of size 1 can't be exported "
-                              "as dynamic; the exported models take any size")
+            raise ExportError(
+                f"--{name} is {shapes[name]}, expected at least 2: an axis of size 1 can't be exported "
+                "as dynamic; the exported models take any size"
+            )
 
 
 def float_dtype(dtype: torch.dtype) -> str:

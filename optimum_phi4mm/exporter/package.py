@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -18,11 +18,20 @@ from ..components.decoder import GATE_COLUMNS
 from ..errors import ExportError
 
 
-__all__ = ["Package", "PackagedModel", "TensorInfo", "check_output", "check_space", "staged", "write_adapters"]
+__all__ = [
+    "Package",
+    "PackagedModel",
+    "TensorInfo",
+    "check_output",
+    "check_space",
+    "describe",
+    "staged",
+    "write_adapters",
+]
 
 
 class TensorInfo(NamedTuple):
-    """An input or output: ONNX type (`FLOAT16`), shape with names for dynamic axes, and whether it may be left out."""
+    """An input or output: ONNX type (`FLOAT16`), shape with names of dynamic axes, if optional."""
 
     dtype: str
     shape: tuple[int | str, ...]
@@ -80,7 +89,9 @@ def check_output(output: Path) -> None:
     if output.is_dir():
         found = sorted(path.name for path in output.iterdir())
         if found:
-            raise ExportError(f"{output} already holds {found[0]} (of {len(found)} entries): give an empty or new folder")
+            raise ExportError(
+                f"{output} already holds {found[0]} (entries: {len(found)}): give an empty or new folder"
+            )
     elif os.path.lexists(output):
         raise ExportError(f"{output} is not a folder: give an empty or new one")
 
@@ -122,11 +133,13 @@ def _move_into_place(folder: Path, output: Path) -> None:
     """Put the finished folder at `output`, which is absent or empty."""
     umask = os.umask(0)
     os.umask(umask)
-    folder.chmod(output.stat().st_mode & 0o7777 if output.exists() else 0o777 & ~umask)  # mkdtemp made it private
+    folder.chmod(
+        output.stat().st_mode & 0o7777 if output.exists() else 0o777 & ~umask
+    )  # mkdtemp made it private
     check_output(output)
     if output.exists() and (output.samefile(os.curdir) or output.is_mount()):
-        # A shell stands in this folder, or it is a volume: it can't be exchanged, only filled. The config comes last,
-        # because without it nothing takes the folder for a package.
+        # A shell stands in this folder, or it is a volume: it can't be exchanged, only filled. The config
+        # comes last, because without it nothing takes the folder for a package.
         for path in sorted(folder.iterdir(), key=lambda path: path.name == "config.json"):
             path.rename(output / path.name)
         folder.rmdir()
@@ -135,7 +148,7 @@ def _move_into_place(folder: Path, output: Path) -> None:
 
 
 def write_adapters(folder: Path) -> None:
-    """Write `vision`, `speech` and `text.onnx_adapter`: gates for ONNX Runtime's adapter API, per kind of prompt."""
+    """Write `vision`, `speech` and `text.onnx_adapter`: gates per kind of prompt, for ONNX Runtime."""
     import onnxruntime
 
     for name in (*GATE_COLUMNS, "text"):
@@ -152,12 +165,14 @@ def write_adapters(folder: Path) -> None:
 def describe(model: ir.Model, path: Path) -> PackagedModel:
     """Read a graph's inputs and outputs for the package."""
 
-    def info(value: ir.Value) -> TensorInfo:
-        shape = tuple(axis if isinstance(axis, int) else axis.value for axis in value.shape)
-        return TensorInfo(value.dtype.name, shape, value.name in model.graph.initializers)
+    def infos(values: Sequence[ir.Value]) -> dict[str, TensorInfo]:
+        return {
+            str(value.name): TensorInfo(
+                dtype=ir.DataType(value.dtype or 0).name,
+                shape=tuple(axis if isinstance(axis, int) else str(axis.value) for axis in value.shape or ()),
+                optional=value.name in model.graph.initializers,
+            )
+            for value in values
+        }
 
-    return PackagedModel(
-        path,
-        {value.name: info(value) for value in model.graph.inputs},
-        {value.name: info(value) for value in model.graph.outputs},
-    )
+    return PackagedModel(path, infos(model.graph.inputs), infos(model.graph.outputs))

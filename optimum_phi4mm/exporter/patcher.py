@@ -1,4 +1,4 @@
-"""The ModelPatcher: bakes the LoRA adapters into the decoder's linears while a component is captured or validated."""
+"""The ModelPatcher: bakes the LoRA adapters into the decoder's linears during capture and validation."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ __all__ = ["Phi4MMModelPatcher"]
 class Phi4MMModelPatcher(ModelPatcher):
     """Optimum's patcher for the four components.
 
-    Inside the context the component's forward returns a dict by output name, and every linear of the decoder that
-    has adapters is a `LoraLinear` (`config.folded is None`) or stays the plain linear whose weight the export folds.
+    Inside the context the component's forward returns a dict by output name, and every linear of the decoder
+    that has adapters is a `LoraLinear` (`config.folded is None`) or stays the plain linear whose weight the
+    export folds.
 
-    Optimum's own patches rewrite torch operators for the TorchScript exporter; the exporter used here takes them as
-    they are, so none is applied.
+    Optimum's own patches rewrite torch operators for the TorchScript exporter; the exporter used here takes
+    them as they are, so none is applied.
     """
 
     def __init__(self, config: Any, model: nn.Module, model_kwargs: dict[str, Any] | None = None) -> None:
         super().__init__(config, model, model_kwargs=model_kwargs)
-        self._patching_specs = []
+        self._patching_specs: list[Any] = []
         self._baked: list[tuple[nn.Module, str, nn.Linear]] = []
 
     def __enter__(self) -> Phi4MMModelPatcher:

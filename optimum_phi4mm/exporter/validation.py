@@ -1,4 +1,4 @@
-"""Validation: each written model against its torch component, whose weights are in memory a layer at a time."""
+"""Validation: each written model against its torch component, its weights in memory a layer at a time."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..components.decoder import GATE_COLUMNS
 from ..components.stack import LayerStack
 from ..errors import ValidationError
 from .binding import bound_tensor
-from .capture import TRANSPOSED
 from .configs import Phi4MMDecoderOnnxConfig, Phi4MMOnnxConfig
+from .graph import TRANSPOSED
 from .package import PackagedModel
 
 
 __all__ = ["validate"]
 
-logger = logging.get_logger(__name__)
+logger = logging.get_logger(f"optimum.{__name__}")  # below the logger that Optimum configures
 
 _STORED = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -41,8 +41,8 @@ def validate(
 ) -> dict[str, float] | None:
     """Run a written model and its torch component on the same dummy inputs.
 
-    The component computes in float32 with the weights as they are stored; its adapters are never folded, so that a
-    folded weight is compared with what it stands for.
+    The component computes in float32 with the weights as they are stored; its adapters are never folded, so
+    that a folded weight is compared with what it stands for.
 
     Args:
         model: the written model.
@@ -50,12 +50,12 @@ def validate(
         config: its OnnxConfig.
         checkpoint: the weights.
         folded: adapters that were folded into the written weights.
-        atol: largest absolute difference accepted; None: relative to the output's largest magnitude, by float type.
-        shapes: sizes of the dummy inputs.
+        atol: largest absolute difference accepted; None: relative to the output's largest magnitude, by float
+        type. shapes: sizes of the dummy inputs.
 
     Returns:
-        The largest absolute difference per output. None for bfloat16, which ONNX Runtime's CPU provider can't run:
-        there every stored weight is compared with the checkpoint instead.
+        The largest absolute difference per output. None for bfloat16, which ONNX Runtime's CPU provider can't
+        run: there every stored weight is compared with the checkpoint instead.
 
     Raises:
         ValidationError: names model, outputs and differences, or the stored weight that is wrong.
@@ -64,8 +64,8 @@ def validate(
     if config.float_dtype == "bf16":
         _check_stored_weights(model, checkpoint, folded)
         logger.warning(
-            f"{model.path.name}: stored weights equal the checkpoint's; outputs were not run, because ONNX Runtime's "
-            "CPU provider has no bfloat16 kernels"
+            f"{model.path.name}: stored weights equal the checkpoint's; outputs were not run, because ONNX "
+            "Runtime's CPU provider has no bfloat16 kernels"
         )
         return None
     inputs = config.generate_dummy_inputs(framework="pt", **shapes)
@@ -99,7 +99,9 @@ def _run_component(
         return loaded
 
     with config.patch_model_for_export(component), torch.inference_mode():
-        stacks = {name: module for name, module in component.named_modules() if isinstance(module, LayerStack)}
+        stacks = {
+            name: module for name, module in component.named_modules() if isinstance(module, LayerStack)
+        }
         if not stacks:
             return torch.func.functional_call(component, weights(component, config.PREFIX), (), inputs)
         ((path, stack),) = stacks.items()
@@ -129,11 +131,13 @@ def _to_float32(value: Any) -> Any:
 def _run_model(model: PackagedModel, config: Any, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The written model's outputs by name.
 
-    Optimised graphs and prepacked weights are copies of the model; neither is made, so that weights stay in the file.
+    Optimised graphs and prepacked weights are copies of the model; neither is made, so that weights stay in
+    the file.
     """
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.enable_cpu_mem_arena = False
     options.log_severity_level = 3  # it warns of every optional input
     session = onnxruntime.InferenceSession(model.path, options, providers=["CPUExecutionProvider"])
@@ -161,13 +165,15 @@ def _compare(
         bound = atol if atol is not None else relative * reference.abs().max().item()
         differences[name] = difference
         if difference <= bound:  # false for NaN
-            logger.info(f"\t-[✓] {name} {list(output.shape)}: largest difference {difference:.2e} (atol: {bound:.2e})")
+            logger.info(
+                f"\t-[✓] {name} {list(output.shape)}: largest difference {difference:.2e} (atol: {bound:.2e})"
+            )
         else:
             failures.append(f"{name}: largest difference {difference:.2e} (atol: {bound:.2e})")
     if failures:
         raise ValidationError(
-            f"{model.path.name} differs from the torch model in {'; '.join(failures)}. Nothing was kept; if the "
-            "difference is acceptable, export with a larger --atol"
+            f"{model.path.name} differs from the torch model in {'; '.join(failures)}. Nothing was kept; if "
+            "the difference is acceptable, export with a larger --atol"
         )
     return differences
 
@@ -182,7 +188,7 @@ def _check_stored_weights(
             continue  # a constant of the graph
         stored = value.const_value
         expected = ir.tensor(bound_tensor(name, torch.bfloat16, checkpoint, folded))
-        if stored.tobytes() != expected.tobytes():
+        if stored is None or stored.tobytes() != expected.tobytes():
             raise ValidationError(f"{model.path.name}: the stored {name} is not the checkpoint's")
         if isinstance(stored, ir.ExternalTensor):
             stored.release()

@@ -1,0 +1,227 @@
+"""Shared fixtures: checkpoints, the transformers reference, packages, sessions, the table of differences."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+import torch
+from reference import Differences, Reference, load_reference
+from synthetic_checkpoint import write_checkpoint
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+torch.set_num_threads(2)
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+Package = Mapping[str, Any]
+
+
+_DIFFERENCES = Differences()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _DIFFERENCES.largest:
+        terminalreporter.section("differences to transformers")
+        for row in _DIFFERENCES.table():
+            terminalreporter.write_line(row)
+
+
+@pytest.fixture(scope="session")
+def differences() -> Differences:
+    return _DIFFERENCES
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes checkpoints, each only once: `checkpoint(layout, **options)` as in `write_checkpoint`.
+
+    Tests don't write into them.
+    """
+    folders: dict[tuple[Any, ...], Path] = {}
+
+    def make(layout: str = "phi4mm", **options: Any) -> Path:
+        key = (layout, *sorted(options.items()))
+        if key not in folders:
+            folders[key] = write_checkpoint(tmp_path_factory.mktemp(layout), layout, **options)
+        return folders[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def original_checkpoint(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("phi4mm")
+
+
+@pytest.fixture(scope="session")
+def native_checkpoint(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint("phi4_multimodal")
+
+
+@pytest.fixture(scope="session")
+def reference_of(checkpoint: Callable[..., Path]) -> Callable[..., Reference]:
+    """Loads references, each only once: `reference_of(dtype, **options of write_checkpoint)`."""
+    references: dict[tuple[Any, ...], Reference] = {}
+
+    def load(dtype: str = "fp32", **options: Any) -> Reference:
+        key = (dtype, *sorted(options.items()))
+        if key not in references:
+            references[key] = load_reference(checkpoint("phi4_multimodal", **options), _DTYPES[dtype])
+        return references[key]
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def reference(reference_of: Callable[..., Reference]) -> Reference:
+    return reference_of()
+
+
+@pytest.fixture(scope="session")
+def reusing_captures() -> Callable[[], AbstractContextManager[None]]:
+    """Inside `with reusing_captures():` an export takes a graph that another has captured before.
+
+    Capturing takes most of an export's time. A graph is the same where module, config, inputs, outputs and
+    options are; its weights are bound afterwards, for each export. test_command.py exports without this, in
+    other processes, and compares every byte.
+    """
+    graphs: dict[tuple[str, ...], Any] = {}
+
+    @contextmanager
+    def reusing() -> Iterator[None]:
+        from optimum_phi4mm.exporter import convert
+
+        def capture_once(component: torch.nn.Module, config: Any, **options: Any) -> Any:
+            sizes = config._config.to_dict()
+            if config.PREFIX != "decoder":
+                sizes.pop("original_max_position_embeddings")
+            described = (component, sizes, config.float_dtype, config.inputs, config.outputs, options)
+            gated = getattr(config, "folded", ()) is None and config.adapters
+            key = tuple(map(repr, (*described, gated)))
+            if key not in graphs:
+                graphs[key] = capture(component, config, **options)
+            return graphs[key].clone()
+
+        with pytest.MonkeyPatch.context() as patch:
+            capture = convert.capture
+            patch.setattr(convert, "capture", capture_once)
+            yield
+
+    return reusing
+
+
+@pytest.fixture(scope="session")
+def export_package(
+    checkpoint: Callable[..., Path],
+    reusing_captures: Callable[[], AbstractContextManager[None]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., Package]:
+    """Exports packages, each only once, from checkpoints that `write_checkpoint` makes with the options.
+
+    Only the gated packages of the default checkpoint are validated, the others would tell nothing new.
+    """
+    packages: dict[tuple[Any, ...], Package] = {}
+
+    def export(
+        variant: str = "gated", dtype: str = "fp32", layout: str = "phi4mm", **options: Any
+    ) -> Package:
+        import optimum_phi4mm
+
+        key = (variant, dtype, layout, *sorted(options.items()))
+        if key not in packages:
+            output = tmp_path_factory.mktemp("package") / f"{variant}-{dtype}"
+            validated = variant == "gated" and not options
+            source = checkpoint(layout, **options)
+            with reusing_captures():
+                packages[key] = optimum_phi4mm.export(
+                    source, output, variant=variant, dtype=dtype, do_validation=validated
+                )
+        return packages[key]
+
+    return export
+
+
+@pytest.fixture(scope="session")
+def package(export_package: Callable[..., Package]) -> Package:
+    """The default export: gated, fp32, from the phi4mm layout."""
+    return export_package()
+
+
+def open_session(path: Path, optimized: bool = True) -> onnxruntime.InferenceSession:
+    """A session on two threads, with ONNX Runtime's optimisations on or off."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 2
+    options.log_severity_level = 3  # it warns about every overridable initialiser
+    levels = onnxruntime.GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+@pytest.fixture(scope="session")
+def session() -> Iterator[Callable[..., onnxruntime.InferenceSession]]:
+    """Opens sessions, each only once: `session(package, name, optimized=True)`."""
+    sessions: dict[tuple[Path, bool], onnxruntime.InferenceSession] = {}
+
+    def open_once(package: Package, name: str, optimized: bool = True) -> onnxruntime.InferenceSession:
+        key = (Path(package[name].path), optimized)
+        if key not in sessions:
+            sessions[key] = open_session(*key)
+        return sessions[key]
+
+    yield open_once
+    sessions.clear()
+
+
+def command_environment() -> dict[str, str]:
+    """Environment for another process; where the package isn't installed it is taken from the checkout."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"}
+    try:
+        metadata.distribution("optimum-phi4mm")
+    except metadata.PackageNotFoundError:
+        root = str(Path(__file__).parent.parent)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return environment
+
+
+@pytest.fixture(scope="session")
+def start_command() -> Callable[..., subprocess.Popen]:
+    """Starts `optimum-cli export onnx` with these arguments, in a process of its own."""
+    program = Path(sys.executable).with_name("optimum-cli")
+
+    def start(*arguments: object) -> subprocess.Popen:
+        return subprocess.Popen(
+            [program, "export", "onnx", *map(str, arguments)],
+            env=command_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def run_python() -> Callable[..., subprocess.CompletedProcess]:
+    """Runs a piece of Python in a process of its own."""
+
+    def run(code: str, *arguments: object) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            env=command_environment(),
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+
+    return run
