@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from preprocess import Picture
 from transformers import Phi4MultimodalForCausalLM
+from transformers.utils import logging
 
 
 ADAPTERS = {"text": None, "picture": "vision", "recording": "speech", "both": "vision"}
@@ -24,11 +26,14 @@ class TransformersModel:
     """
 
     def __init__(self, folder: Path, attention: str = "eager") -> None:
+        logging.disable_progress_bar()
         self.model = Phi4MultimodalForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation=attention
         ).eval()
-        for name in ("vision", "speech"):
-            self.model.load_adapter(str(folder / f"{name}-lora"), adapter_name=name)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # there are two
+            for name in ("vision", "speech"):
+                self.model.load_adapter(str(folder / f"{name}-lora"), adapter_name=name)
 
     @contextmanager
     def adapter_of(self, case: str) -> Iterator[None]:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +91,7 @@ def reusing_captures() -> Callable[[], AbstractContextManager[None]]:
 
     Capturing takes most of an export's time. A graph is the same where module, config, inputs, outputs and
     options are; its weights are bound afterwards, for each export. test_command.py exports without this, in
-    other processes, and compares every byte.
+    another process, and compares every byte.
     """
     graphs: dict[tuple[str, ...], Any] = {}
 
@@ -181,47 +178,3 @@ def session() -> Iterator[Callable[..., onnxruntime.InferenceSession]]:
 
     yield open_once
     sessions.clear()
-
-
-def command_environment() -> dict[str, str]:
-    """Environment for another process; where the package isn't installed it is taken from the checkout."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2"}
-    try:
-        metadata.distribution("optimum-phi4mm")
-    except metadata.PackageNotFoundError:
-        root = str(Path(__file__).parent.parent)
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    return environment
-
-
-@pytest.fixture(scope="session")
-def start_command() -> Callable[..., subprocess.Popen]:
-    """Starts `optimum-cli export onnx` with these arguments, in a process of its own."""
-    program = Path(sys.executable).with_name("optimum-cli")
-
-    def start(*arguments: object) -> subprocess.Popen:
-        return subprocess.Popen(
-            [program, "export", "onnx", *map(str, arguments)],
-            env=command_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    return start
-
-
-@pytest.fixture(scope="session")
-def run_python() -> Callable[..., subprocess.CompletedProcess]:
-    """Runs a piece of Python in a process of its own."""
-
-    def run(code: str, *arguments: object) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, "-c", code, *map(str, arguments)],
-            env=command_environment(),
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-
-    return run

@@ -490,7 +490,7 @@ def _native_config(sizes: Sizes, tied: bool, dtype: torch.dtype) -> dict[str, An
         **_common_config(sizes, tied, dtype),
         "architectures": ["Phi4MultimodalForCausalLM"],
         "audio_config": {
-            "audio_token_id": SPECIAL_TOKENS["<|endoftext11|>"],
+            "audio_token_id": sizes.token("<|endoftext11|>"),
             "bias_max_distance": 500,
             "bias_symmetric": False,
             "chunk_size": -1,
@@ -512,7 +512,7 @@ def _native_config(sizes: Sizes, tied: bool, dtype: torch.dtype) -> dict[str, An
             "crop_size": 448,
             "hidden_size": sizes.vision_hidden,
             "image_size": 448,
-            "image_token_id": SPECIAL_TOKENS["<|endoftext10|>"],
+            "image_token_id": sizes.token("<|endoftext10|>"),
             "intermediate_size": sizes.vision_intermediate,
             "model_type": "phi4_multimodal_vision",
             "num_attention_heads": sizes.vision_heads,

@@ -1,335 +1,502 @@
-"""The command and main_export: tasks, options, no remote code, no harm to other models, a light start."""
+"""`optimum-cli export onnx` and `main_export`: one command, all its options, other models untouched."""
 
 from __future__ import annotations
 
 import argparse
-import hashlib
+import json
 import logging
-import shutil
+import os
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import onnx
 import pytest
-from transformers import BertConfig, BertForSequenceClassification
+import torch
+from optimum.exporters.onnx import main_export
+from transformers import BertConfig, BertModel
+
+import optimum_phi4mm
+from optimum_phi4mm.exporter import convert
 
 
-NAMES = ("vision", "speech", "embedding", "model")
-TASKS = [
-    task + suffix
-    for task in (
-        "image-text-to-text",
-        "automatic-speech-recognition",
-        "text-generation",
-        "phi4mm-multimodal",
+PROJECT = Path(optimum_phi4mm.__file__).parents[1]
+MODELS = ("vision", "speech", "embedding", "model")
+GRAPH_FILES = [f"{name}.{suffix}" for name in MODELS for suffix in ("onnx", "onnx_data")]
+TASKS = ("image-text-to-text", "automatic-speech-recognition", "text-generation", "phi4mm-multimodal")
+
+
+def _environment(**variables: str) -> dict[str, str]:
+    """The variables of a process that finds this package, installed or not, and asks no network."""
+    return {**os.environ, "PYTHONPATH": str(PROJECT), "HF_HUB_OFFLINE": "1", **variables}
+
+
+def _command(*arguments: Any, **variables: str) -> subprocess.CompletedProcess:
+    """Run `optimum-cli export onnx` in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "optimum.commands.optimum_cli", "export", "onnx", *map(str, arguments)],
+        env=_environment(**variables),
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    for suffix in ("", "-with-past")
-]
-SMALL = {"vocabulary": 512}
-
-# Every option of `optimum-cli export onnx`: what it is given here and whether it is honoured or refused.
-# {output} stands for the output folder.
-HONOURED = {
-    "--task": "text-generation",
-    "--opset": "21",
-    "--device": "cpu",
-    "--dtype": "fp16",
-    "--no-post-process": None,
-    "--variant": "merged",
-    "--framework": "pt",
-    "--atol": "1.0",
-    "--cache_dir": "{output}-cache",
-    "--trust-remote-code": None,
-    "--library-name": "transformers",
-    "--no-constant-folding": None,
-    "--batch_size": "3",
-    "--sequence_length": "9",
-    "--num_choices": "4",
-    "--width": "64",
-    "--height": "64",
-    "--num_channels": "3",
-    "--feature_size": "80",
-    "--nb_max_frames": "1000",
-    "--audio_sequence_length": "16000",
-    "--point_batch_size": "3",
-    "--nb_points_per_image": "2",
-    "--visual_seq_length": "16",
-}
-REFUSED = {
-    "--optimize": "O1",
-    "--monolith": None,
-    "--slim": None,
-    "--no-dynamic-axes": None,
-    "--model-kwargs": '{"output_attentions": true}',
-    "--pad_token_id": "0",
-    "--device": "cuda",
-    "--opset": "11",
-    "--variant": "best",
-    "--task": "fill-mask",
-}
 
 
-def digests(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+def _python(code: str, *arguments: Any, **variables: str) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=_environment(**variables),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
 
 
-def words(options: dict[str, str | None]) -> list[str]:
-    return [word for option, value in options.items() for word in (option, value) if word is not None]
+def _assert_same_models(folder: Path, package: Any) -> None:
+    for file in GRAPH_FILES:
+        expected = package["model"].path.with_name(file)
+        assert (folder / file).read_bytes() == expected.read_bytes(), file
+
+
+@pytest.fixture(scope="module")
+def captured() -> dict[Any, Any]:
+    return {}
 
 
 @pytest.fixture
-def run_command(monkeypatch, reusing_captures):
-    """Runs `optimum-cli export onnx` in this process and returns what it exits with: None, or a message."""
-    from optimum.commands import optimum_cli
+def quick_capture(monkeypatch: pytest.MonkeyPatch, captured: dict[Any, Any]) -> list[dict[str, Any]]:
+    """Capture a graph once for everything that a capture reads; a test that changes any of it gets its own.
 
-    def run(*arguments: object) -> object:
+    Returns:
+        The options of every capture asked for.
+    """
+    capture = convert.capture
+    asked: list[dict[str, Any]] = []
+
+    def shapes_of(value: Any) -> Any:
+        return [shapes_of(item) for item in value] if isinstance(value, list) else (value.shape, value.dtype)
+
+    def capture_once(component: Any, config: Any, *, opset: int, fold_constants: bool, **shapes: int) -> Any:
+        dummies = config.generate_dummy_inputs(framework="pt", **shapes)
+        key = repr(
+            (
+                type(config),
+                config.inputs,
+                config.outputs,
+                {name: (value, value.shape) for name, value in config.defaults.items()},
+                config.static_shapes,
+                {name: shapes_of(value) for name, value in dummies.items()},
+                {name: (value.shape, value.dtype) for name, value in component.named_parameters()},
+                getattr(config, "folded", ()),
+                (opset, fold_constants),
+            )
+        )
+        asked.append({"opset": opset, "fold_constants": fold_constants, **shapes})
+        if key not in captured:
+            captured[key] = capture(component, config, opset=opset, fold_constants=fold_constants, **shapes)
+        return captured[key].clone()
+
+    monkeypatch.setattr(convert, "capture", capture_once)
+    return asked
+
+
+@pytest.fixture
+def heard(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Let caplog hear Optimum's loggers, which don't propagate."""
+    loggers = [logging.getLogger(name) for name in ("optimum", "optimum_phi4mm")]
+    for logger in loggers:
+        logger.addHandler(caplog.handler)
+    yield caplog
+    for logger in loggers:
+        logger.removeHandler(caplog.handler)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, quick_capture: Any) -> Callable[..., str]:
+    """Runs `optimum-cli export onnx` in this process; gives what it exits with, "" for success."""
+    import optimum.commands.optimum_cli as cli
+
+    def run(*arguments: Any) -> str:
         monkeypatch.setattr(sys, "argv", ["optimum-cli", "export", "onnx", *map(str, arguments)])
-        with reusing_captures():
-            try:
-                optimum_cli.main()
-            except SystemExit as ended:
-                return ended.code
-        return None
+        try:
+            cli.main()
+        except SystemExit as ended:
+            return str(ended.code or "")
+        except Exception as error:  # the interpreter would end with status 1 and a traceback
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     return run
 
 
-@pytest.fixture(scope="session")
-def usual(checkpoint, reusing_captures, tmp_path_factory) -> Path:
-    """The default export of a small checkpoint."""
-    import optimum_phi4mm
-
-    output = tmp_path_factory.mktemp("usual") / "out"
-    with reusing_captures():
-        optimum_phi4mm.export(checkpoint(**SMALL), output, do_validation=False)
-    return output
+# --- the one command ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["phi4mm", "phi4_multimodal"])
-@pytest.mark.parametrize("task", ["auto", *TASKS])
-def test_every_task_gives_the_same_four_models(usual, checkpoint, reusing_captures, tmp_path, task, layout):
-    from optimum.exporters.onnx import main_export
-
-    import optimum_phi4mm  # noqa: F401  makes the model known to main_export
-
-    with reusing_captures():
-        main_export(str(checkpoint(layout, **SMALL)), tmp_path / "out", task=task, do_validation=False)
-    found, expected = digests(tmp_path / "out"), digests(usual)
-    for name in NAMES:
-        for file in (f"{name}.onnx", f"{name}.onnx_data"):
-            assert found[file] == expected[file]
-    if layout == "phi4mm":
-        assert found == expected
-
-
-@pytest.fixture(scope="session")
-def two_commands(start_command, checkpoint, tmp_path_factory):
-    """`optimum-cli export onnx` for both layouts at once: outputs and what was said, by layout.
-
-    The phi4mm folder holds Python files that tell when they are imported, and --trust-remote-code is given.
-    """
-    place = tmp_path_factory.mktemp("commands")
-    original = place / "model"
-    shutil.copytree(checkpoint("phi4mm"), original)
-    marker = place / "marker"
-    for name in ("configuration_phi4mm", "modeling_phi4mm", "processing_phi4mm"):
-        (original / f"{name}.py").write_text(TRAP.format(marker=str(marker), name=name))
-    started = {
-        "phi4mm": start_command("--model", original, "--trust-remote-code", place / "phi4mm"),
-        "phi4_multimodal": start_command(
-            "--model", checkpoint("phi4_multimodal"), "--task", TASKS[3], place / "phi4_multimodal"
-        ),
-    }
-    ended = {}
-    for layout, process in started.items():
-        output, errors = process.communicate(timeout=580)
-        ended[layout] = (process.returncode, output + errors, place / layout)
-    return ended, original, marker
+def test_the_command_exports_a_local_folder_without_a_task(checkpoint, export_package, tmp_path, layout):
+    ended = _command("--model", checkpoint(layout), tmp_path / "out")
+    assert ended.returncode == 0, ended.stderr
+    _assert_same_models(tmp_path / "out", export_package(layout=layout))
+    expected = {path.name for path in export_package(layout=layout)["model"].path.parent.iterdir()}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == expected
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    # Validation is on, and tells every output's largest difference.
+    told = ended.stdout + ended.stderr
+    for output in (
+        "image_features",
+        "speech_features_for_vision",
+        "inputs_embeds",
+        "logits",
+        "present.1.value",
+    ):
+        assert any(output in line and "difference" in line for line in told.splitlines()), output
+    assert "Traceback" not in told
 
 
-TRAP = """
-from pathlib import Path
-from transformers import PretrainedConfig, PreTrainedModel, ProcessorMixin
-Path({marker!r}).write_text({name!r})
-class Phi4MMConfig(PretrainedConfig):
-    model_type = "phi4mm"
-class Phi4MMForCausalLM(PreTrainedModel):
-    config_class = Phi4MMConfig
-class Phi4MMProcessor(ProcessorMixin):
-    pass
-"""
+@pytest.mark.parametrize("suffix", ["", "-with-past"])
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_gives_the_same_four_models(
+    original_checkpoint, package, tmp_path, quick_capture, task, suffix
+):
+    main_export(str(original_checkpoint), tmp_path / "out", task=task + suffix, do_validation=False)
+    _assert_same_models(tmp_path / "out", package)
 
 
-@pytest.mark.parametrize("layout", ["phi4mm", "phi4_multimodal"])
-def test_the_command_in_another_process_writes_the_same_bytes(two_commands, export_package, layout):
-    code, told, output = two_commands[0][layout]
-    assert code == 0, told
-    assert digests(output) == digests(export_package(layout=layout)["model"].path.parent)
+def test_main_export_needs_no_task(original_checkpoint, package, tmp_path, quick_capture):
+    main_export(str(original_checkpoint), tmp_path / "out", do_validation=False)
+    _assert_same_models(tmp_path / "out", package)
 
 
-def test_the_command_reports_the_largest_difference_of_every_output(two_commands, package):
-    _, told, _ = two_commands[0]["phi4_multimodal"]
-    for name in NAMES:
-        for output in package[name].outputs:
-            assert output in told
+@pytest.mark.parametrize("task", ["text-generation-with-past", "phi4mm-multimodal"])
+def test_the_native_layout_takes_the_tasks_too(native_checkpoint, package, tmp_path, quick_capture, task):
+    main_export(str(native_checkpoint), tmp_path / "out", task=task, do_validation=False)
+    _assert_same_models(tmp_path / "out", package)
 
 
-def test_trusted_remote_code_is_not_run_and_one_sentence_says_so(two_commands, run_python):
-    ended, original, marker = two_commands
-    code, told, _ = ended["phi4mm"]
-    assert code == 0, told
-    assert not marker.exists(), f"{marker.read_text()}.py was imported"
-    assert told.count("trust-remote-code") == 1
-    assert "trust-remote-code" not in ended["phi4_multimodal"][1]
-    # The trap works: where remote code is run, it tells.
-    load = "from transformers import AutoConfig; AutoConfig.from_pretrained({!r}, trust_remote_code=True)"
-    assert run_python(load.format(str(original))).returncode == 0
-    assert marker.read_text() == "configuration_phi4mm"
+def test_the_output_may_be_an_empty_folder(original_checkpoint, package, tmp_path, quick_capture):
+    optimum_phi4mm.export(original_checkpoint, tmp_path, do_validation=False)
+    _assert_same_models(tmp_path, package)
 
 
-def test_no_option_of_the_command_is_forgotten_here():
+# --- validation --------------------------------------------------------------------------------------------
+
+
+def test_a_tolerance_that_is_too_small_is_an_error_exit_and_leaves_nothing(
+    original_checkpoint, tmp_path, command
+):
+    told = command("--model", original_checkpoint, "--atol", "1e-12", tmp_path / "new" / "out")
+    assert "atol" in told and "image_features" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_graph_is_an_error_exit_and_leaves_nothing(
+    original_checkpoint, tmp_path, command, monkeypatch
+):
+    from optimum_phi4mm.exporter import binding
+
+    bound_tensor = binding.bound_tensor
+
+    def one_wrong_weight(name: str, *arguments: Any) -> torch.Tensor:
+        weight = bound_tensor(name, *arguments)
+        return weight * 1.01 if name.startswith("decoder.layers.1.mlp.down_proj.weight") else weight
+
+    monkeypatch.setattr(binding, "bound_tensor", one_wrong_weight)  # validation reads through its own name
+    told = command("--model", original_checkpoint, tmp_path / "new" / "out")
+    assert "model.onnx" in told and "logits" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_validation_no_model_is_run(
+    original_checkpoint, package, tmp_path, quick_capture, monkeypatch
+):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("validated")
+
+    monkeypatch.setattr(convert, "validate", refuse)
+    exported = optimum_phi4mm.export(original_checkpoint, tmp_path / "out", do_validation=False)
+    assert [exported[name].differences for name in MODELS] == [None] * 4
+    _assert_same_models(tmp_path / "out", package)
+
+
+def test_bfloat16_says_that_its_outputs_were_not_run(
+    original_checkpoint, tmp_path, command, heard, monkeypatch
+):
+    assert command("--model", original_checkpoint, "--dtype", "bf16", tmp_path / "out") == ""
+    told = [record.getMessage() for record in heard.records if "not run" in record.getMessage()]
+    assert len(told) == 4 and all("stored weights" in line for line in told)
+
+
+def test_a_wrong_bfloat16_weight_is_an_error_exit_that_names_it(
+    original_checkpoint, tmp_path, command, monkeypatch
+):
+    from optimum_phi4mm.exporter import binding
+
+    bound_tensor = binding.bound_tensor
+
+    def one_wrong_weight(name: str, *arguments: Any) -> torch.Tensor:
+        return bound_tensor(name, *arguments) * (2 if name == "decoder.norm.weight" else 1)
+
+    monkeypatch.setattr(binding, "bound_tensor", one_wrong_weight)
+    told = command("--model", original_checkpoint, "--dtype", "bf16", tmp_path / "out")
+    assert "decoder.norm.weight" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- options -----------------------------------------------------------------------------------------------
+
+
+# What becomes of each option of the command, so that a new one of Optimum's can't pass unnoticed.
+TESTED_OPTIONS = {
+    *("--model", "--task", "--opset", "--device", "--dtype", "--optimize", "--monolith", "--no-post-process"),
+    *("--variant", "--framework", "--atol", "--cache_dir", "--trust-remote-code", "--pad_token_id"),
+    *("--library-name", "--model-kwargs", "--no-dynamic-axes", "--no-constant-folding", "--slim"),
+    *("--batch_size", "--sequence_length", "--num_choices", "--width", "--height", "--num_channels"),
+    *("--feature_size", "--nb_max_frames", "--audio_sequence_length", "--point_batch_size"),
+    *("--nb_points_per_image", "--visual_seq_length"),
+}
+
+
+def test_every_option_of_the_command_is_known_here():
     from optimum.commands.export.onnx import parse_args_onnx
 
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(add_help=False)
     parse_args_onnx(parser)
-    options = {action.option_strings[-1] for action in parser._actions if action.option_strings}
-    assert options - {"--help", "--model"} == {*HONOURED, *REFUSED}
-
-
-def test_every_honoured_option_in_one_command(run_command, checkpoint, tmp_path):
-    output = tmp_path / "out"
-    options = words(HONOURED)
-    options = [word.format(output=output) if word.startswith("{output}") else word for word in options]
-    assert run_command("--model", checkpoint(**SMALL), *options, output) in (None, 0)
-    for name in NAMES:
-        model = onnx.load(output / f"{name}.onnx")
-        assert [opset.version for opset in model.opset_import if opset.domain == ""] == [21]
-        onnx.checker.check_model(output / f"{name}.onnx")
-        floats = {value.type.tensor_type.elem_type for value in model.graph.output}
-        assert floats == {onnx.TensorProto.FLOAT16}
-    assert "adapter_gates" not in [value.name for value in model.graph.input]
-
-
-def test_sizes_of_the_example_inputs_do_not_change_the_models(usual, checkpoint, reusing_captures, tmp_path):
-    import optimum_phi4mm
-
-    sizes = {"batch_size": 3, "sequence_length": 9, "nb_max_frames": 1000, "width": 900}
-    with reusing_captures():
-        optimum_phi4mm.export(checkpoint(**SMALL), tmp_path / "out", do_validation=False, **sizes)
-    assert digests(tmp_path / "out") == digests(usual)
-
-
-def test_models_without_constant_folding_compute_the_same(
-    usual, checkpoint, reusing_captures, reference_of, tmp_path
-):
-    from conftest import open_session
-
-    import optimum_phi4mm
-
-    with reusing_captures():
-        optimum_phi4mm.export(
-            checkpoint(**SMALL), tmp_path / "out", do_validation=False, do_constant_folding=False
-        )
-    generator = np.random.default_rng(0)
-    inputs = {
-        "vision": {"pixel_values": generator.standard_normal((1, 3, 448, 448), np.float32)},
-        "speech": {"audio_features": generator.standard_normal((1, 77, 80), np.float32)},
+    found = {
+        option for action in parser._actions for option in action.option_strings if option.startswith("--")
     }
-    for name, values in inputs.items():
-        found = open_session(tmp_path / "out" / f"{name}.onnx").run(None, values)
-        expected = open_session(usual / f"{name}.onnx").run(None, values)
-        for ours, theirs in zip(found, expected, strict=True):
-            np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
+    assert found == TESTED_OPTIONS
 
 
-@pytest.mark.parametrize("option", REFUSED)
-def test_what_can_not_be_honoured_is_refused_with_a_sentence(run_command, checkpoint, tmp_path, option):
-    message = run_command("--model", checkpoint(**SMALL), *words({option: REFUSED[option]}), tmp_path / "out")
-    assert isinstance(message, str)  # printed, and exit code 1
-    assert option.strip("-") in message
-    assert len(message.split()) > 5
+@pytest.mark.parametrize("opset", [18, 23])
+def test_the_first_and_the_last_opset_give_models_that_run(original_checkpoint, tmp_path, command, opset):
+    told = command("--model", original_checkpoint, "--opset", opset, tmp_path / "out")  # validation runs them
+    assert told == ""
+    for name in MODELS:
+        model = onnx.load(tmp_path / "out" / f"{name}.onnx", load_external_data=False)
+        assert [(entry.domain, entry.version) for entry in model.opset_import] == [("", opset)]
+
+
+@pytest.mark.parametrize("opset", [19, 21, 22])
+def test_the_opsets_between_are_given_to_every_graph(original_checkpoint, tmp_path, monkeypatch, opset):
+    capture = convert.capture
+    versions = []
+
+    def capture_embedding(component: Any, config: Any, **options: Any) -> Any:
+        if config.PREFIX != "embedding":  # seconds each, and the same path
+            versions.append(options["opset"])
+            return convert.ir.Model(convert.ir.Graph([], [], nodes=[]), ir_version=10)
+        graph = capture(component, config, **options)
+        versions.append(graph.opset_imports[""])
+        return graph
+
+    monkeypatch.setattr(convert, "capture", capture_embedding)
+    optimum_phi4mm.export(original_checkpoint, tmp_path / "out", opset=opset, do_validation=False)
+    assert versions == [opset] * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--opset", "17"], "18 to 23"),
+        (["--opset", "24"], "18 to 23"),
+        (["--opset", "21", "--dtype", "bf16"], "22 to 23"),
+        (["--optimize", "O1"], "--optimize"),
+        (["--optimize", "O2"], "--optimize"),
+        (["--optimize", "O3"], "--optimize"),
+        (["--optimize", "O4"], "O4"),
+        (["--slim"], "--slim"),
+        (["--monolith"], "--monolith"),
+        (["--monolith", "--task", "text-generation-with-past"], "monolith"),
+        (["--no-dynamic-axes"], "--no-dynamic-axes"),
+        (["--pad_token_id", "0"], "--pad_token_id"),
+        (["--model-kwargs", '{"output_attentions": true}'], "--model-kwargs"),
+        (["--device", "cuda"], "cuda"),
+        (["--library-name", "diffusers"], "diffusers"),
+        (["--atol", "nan"], "--atol"),
+        (["--batch_size", "0"], "--batch_size"),
+        (["--sequence_length", "-3"], "--sequence_length"),
+        (["--nb_max_frames", "1"], "--nb_max_frames"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_honoured_is_refused_with_a_sentence_and_leaves_nothing(
+    original_checkpoint, tmp_path, command, quick_capture, arguments, sentence
+):
+    told = command("--model", original_checkpoint, *arguments, tmp_path / "out")
+    assert sentence in told and len(told) > len("ValueError: ") + len(sentence)
+    assert "\n" not in told.strip()
+    assert quick_capture == []  # refused before any work
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_tolerance_that_is_too_small_fails_and_leaves_nothing(run_command, checkpoint, tmp_path):
-    message = run_command("--model", checkpoint(**SMALL), "--atol", "1e-12", tmp_path / "out")
-    assert isinstance(message, str)
-    assert "1e-12" in message
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--no-post-process"],
+        ["--framework", "pt"],
+        ["--library-name", "transformers"],
+        ["--device", "cpu"],
+        ["--cache_dir", "{tmp}"],
+        ["--variant", "gated"],
+        ["--dtype", "fp32"],
+        ["--num_choices", "3", "--point_batch_size", "4", "--nb_points_per_image", "5"],
+    ],
+    ids=" ".join,
+)
+def test_what_changes_nothing_for_this_model_gives_the_same_models(
+    original_checkpoint, package, tmp_path, command, monkeypatch, arguments
+):
+    monkeypatch.setattr(convert, "validate", lambda *_, **__: {})
+    arguments = [argument.replace("{tmp}", str(tmp_path / "cache")) for argument in arguments]
+    assert command("--model", original_checkpoint, *arguments, tmp_path / "out") == ""
+    _assert_same_models(tmp_path / "out", package)
 
 
-def test_a_tolerance_that_is_large_enough_passes(run_command, checkpoint, tmp_path):
-    assert run_command("--model", checkpoint(**SMALL), "--atol", "0.001", tmp_path / "out") in (None, 0)
-    assert (tmp_path / "out" / "model.onnx").exists()
-
-
-def test_bfloat16_is_not_run_and_says_so(checkpoint, reusing_captures, tmp_path, caplog):
-    import optimum_phi4mm
-
-    with caplog.at_level(logging.INFO, logger="optimum_phi4mm"), reusing_captures():
-        package = optimum_phi4mm.export(checkpoint(), tmp_path / "out", dtype="bf16")
-    assert set(package) == set(NAMES)
-    assert "bf16" in caplog.text or "bfloat16" in caplog.text
-    assert "not run" in caplog.text
-
-
-def test_every_task_has_an_onnx_config_for_both_model_types():
-    from optimum.exporters.onnx.base import OnnxConfig
-    from optimum.exporters.tasks import TasksManager
-
-    import optimum_phi4mm  # noqa: F401
-
-    for model_type in ("phi4mm", "phi4_multimodal"):
-        known = TasksManager.get_supported_tasks_for_model_type(
-            model_type, "onnx", library_name="transformers"
+def test_input_shapes_reach_the_dummy_inputs_and_leave_the_axes_dynamic(
+    original_checkpoint, package, tmp_path, command, quick_capture
+):
+    shapes = {"batch_size": 3, "sequence_length": 7, "nb_max_frames": 50, "width": 448, "height": 448}
+    options = [part for name, size in shapes.items() for part in (f"--{name}", size)]
+    assert command("--model", original_checkpoint, *options, tmp_path / "out") == ""
+    assert shapes.items() <= quick_capture[0].items()
+    for name in MODELS:
+        found, expected = (
+            onnx.load(path, load_external_data=False).graph
+            for path in (tmp_path / "out" / f"{name}.onnx", package[name].path)
         )
-        assert set(known) == set(TASKS)
-        for constructor in known.values():
-            assert issubclass(constructor.func, OnnxConfig)
-            assert set(constructor.func.VARIANTS) == {"gated", "merged", "vision", "speech", "text"}
-            assert constructor.func.DEFAULT_VARIANT == "gated"
+        assert list(found.input) == list(expected.input) and list(found.output) == list(expected.output)
 
 
-EXPORT_BERT = """
+def test_without_constant_folding_the_models_are_larger_and_equal(
+    original_checkpoint, package, tmp_path, command
+):
+    assert command("--model", original_checkpoint, "--no-constant-folding", tmp_path / "out") == ""
+    nodes, folded = (
+        len(onnx.load(path, load_external_data=False).graph.node)
+        for path in (tmp_path / "out" / "speech.onnx", package["speech"].path)
+    )
+    assert nodes > folded
+
+
+# --- remote code -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tattling(original_checkpoint: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """A checkpoint whose Python files write a marker when they are run, and the marker's path."""
+    folder, marker = tmp_path / "source", tmp_path / "marker"
+    folder.mkdir()
+    for path in original_checkpoint.iterdir():
+        (folder / path.name).symlink_to(path)
+    code = f"open({str(marker)!r}, 'a').write(__name__)\n"
+    for name in ("configuration_phi4mm", "modeling_phi4mm", "processing_phi4mm"):
+        (folder / f"{name}.py").write_text(code)
+    return folder, marker
+
+
+def test_the_checkpoints_python_is_not_run_and_one_sentence_says_so(tattling, package, tmp_path):
+    folder, marker = tattling
+    ended = _command(
+        *("--model", folder, "--trust-remote-code", tmp_path / "out"), HF_HOME=str(tmp_path / "home")
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert not marker.exists()
+    told = [line for line in (ended.stdout + ended.stderr).splitlines() if "trust-remote-code" in line]
+    assert len(told) == 1 and "ignored" in told[0]
+    assert not list((tmp_path / "home").rglob("*_phi4mm.py"))  # nor copied to where it could be run
+    assert not list((tmp_path / "out").glob("*.py"))
+    _assert_same_models(tmp_path / "out", package)
+
+
+@pytest.mark.parametrize("trust_remote_code", [True, False])
+def test_main_export_does_not_run_the_checkpoints_python(
+    tattling, package, tmp_path, quick_capture, trust_remote_code
+):
+    folder, marker = tattling
+    main_export(str(folder), tmp_path / "out", trust_remote_code=trust_remote_code, do_validation=False)
+    assert not marker.exists()
+    _assert_same_models(tmp_path / "out", package)
+
+
+# --- other models, and start-up ----------------------------------------------------------------------------
+
+
+# As if it were not installed: the command imports every file in its register folders, and finds an empty one.
+WITHOUT_PLUGIN = """
 import sys
-if sys.argv[3] == "with":
-    import optimum_phi4mm
-from optimum.exporters.onnx import main_export
-main_export(sys.argv[1], sys.argv[2], task="text-classification", do_validation=False)
-if sys.argv[3] == "without":
-    assert not [name for name in sys.modules if "phi4mm" in name]
+from importlib.machinery import ModuleSpec
+
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name == "optimum.commands.register.register_phi4mm":
+            return ModuleSpec(name, self)
+        if name.split(".")[0] == "optimum_phi4mm":
+            raise ImportError(name)
+
+    def create_module(self, spec):
+        pass
+
+    def exec_module(self, module):
+        pass
+
+sys.meta_path.insert(0, Without())
+"""
+EXPORT = """
+import sys
+from optimum.commands.optimum_cli import main
+sys.argv = ["optimum-cli", "export", "onnx", *sys.argv[1:]]
+main()
+print(sorted(name for name in sys.modules if name.startswith("optimum_phi4mm")))
 """
 
 
-def test_another_model_exports_to_the_same_bytes_with_the_plugin(run_python, start_command, tmp_path):
-    config = BertConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=24,
-        pad_token_id=0,
+def test_another_model_exports_to_the_same_bytes_with_and_without_the_plugin(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    BertModel(BertConfig(vocab_size=50, max_position_embeddings=32, **sizes)).save_pretrained(
+        tmp_path / "bert"
     )
-    BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
-    for plugin in ("without", "with"):
-        ended = run_python(EXPORT_BERT, tmp_path / "bert", tmp_path / plugin, plugin)
-        assert ended.returncode == 0, ended.stderr
-    process = start_command(
-        "--model", tmp_path / "bert", "--task", "text-classification", tmp_path / "command"
-    )
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, output + errors
-    expected = digests(tmp_path / "without")
-    assert "model.onnx" in expected
-    assert digests(tmp_path / "with") == expected
-    assert digests(tmp_path / "command") == expected
+    arguments = ("--model", tmp_path / "bert", "--task", "feature-extraction")
+    present = _python(EXPORT, *arguments, tmp_path / "with")
+    absent = _python(WITHOUT_PLUGIN + EXPORT, *arguments, tmp_path / "without")
+    assert "optimum_phi4mm.registration" in present.splitlines()[-1]
+    assert absent.splitlines()[-1] == "[]"
+    files = sorted(path.name for path in (tmp_path / "without").iterdir())
+    assert "model.onnx" in files
+    assert files == sorted(path.name for path in (tmp_path / "with").iterdir())
+    for file in files:
+        assert (tmp_path / "with" / file).read_bytes() == (tmp_path / "without" / file).read_bytes(), file
 
 
-@pytest.mark.parametrize("module", ["optimum.commands.register.register_phi4mm", "optimum_phi4mm"])
-def test_what_every_start_of_the_command_imports_is_light(run_python, module):
-    heavy = ("torch", "transformers", "onnx", "onnxruntime", "optimum.exporters.tasks")
-    check = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"
-    ended = run_python(check)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.strip() == "[]"
+@pytest.mark.parametrize("module", ["optimum_phi4mm", "optimum.commands.register.register_phi4mm"])
+def test_being_registered_loads_neither_torch_nor_transformers(module):
+    code = (
+        "import sys, importlib; importlib.import_module(sys.argv[1]); print(json.dumps(sorted(sys.modules)))"
+    )
+    loaded = set(json.loads(_python("import json; " + code, module)))
+    assert module in loaded
+    heavy = {"torch", "transformers", "onnx", "onnx_ir", "onnxruntime", "onnxscript", "numpy", "safetensors"}
+    assert not loaded & heavy
+
+
+def test_the_commands_start_loads_neither_torch_nor_transformers():
+    code = (
+        "import sys, json; from optimum.commands.optimum_cli import main\n"
+        "sys.argv = ['optimum-cli', 'export', 'onnx', '--help']\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    loaded = set(json.loads(_python(code).splitlines()[-1]))
+    assert "optimum.commands.register.register_phi4mm" in loaded and "optimum_phi4mm" in loaded
+    assert not loaded & {"torch", "transformers", "onnx", "onnxruntime"}
+
+
+def test_the_namespace_folders_hold_no_init_file():
+    # One would hide the rest of Optimum.
+    for folder in ("optimum", "optimum/commands", "optimum/commands/register"):
+        assert (PROJECT / folder).is_dir() and not (PROJECT / folder / "__init__.py").exists()

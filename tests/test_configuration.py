@@ -236,7 +236,7 @@ def test_native_sections_are_checked_too(native, field, value):
     [
         ("hidden_size", "64"),
         ("hidden_size", 0),
-        ("hidden_size", True),
+        ("intermediate_size", True),
         ("hidden_size", 66),
         ("intermediate_size", -1),
         ("num_hidden_layers", 10**9),

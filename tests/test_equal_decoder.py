@@ -312,7 +312,7 @@ def test_half_precision_is_as_near_to_fp32_as_transformers_is(
 
 def test_bfloat16_is_as_near_to_fp32_as_transformers_is(export_package, reference_of, reference, differences):
     options = {"vocabulary": 2048}  # onnx's evaluator is slow
-    path = export_package(dtype="bf16", **options)["model"].path
+    path = export_package(dtype="bf16", layout="phi4_multimodal", **options)["model"].path
     whole, half = reference_of(**options), reference_of("bf16", **options)
     layers, heads = whole.config.num_hidden_layers, whole.config.num_key_value_heads
     size = whole.config.hidden_size // whole.config.num_attention_heads

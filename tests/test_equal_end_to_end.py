@@ -122,24 +122,23 @@ def expected_tokens(
         )
     tokens = output[0, input_ids.shape[1] :].tolist()
     assert len(tokens) == STEPS, "the reference stopped early: choose another seed"
-    assert len(set(tokens)) > STEPS // 4, "the reference repeats itself: choose another seed"
     return tokens
 
 
+# Images' grids and padding, frames of the clip, and a seed for which the reference doesn't repeat one token.
 CASES = {
-    "text": (None, None),
-    "image": (([(1, 2)], [(0, 9)]), None),
-    "two images": (([(1, 1), (2, 1)], [(3, 0), (0, 0)]), None),
-    "audio": (None, 333),
-    "audio past 500 tokens": (None, 4100),
-    "image and audio": (([(1, 1)], None), 150),
+    "text": (None, None, 40),
+    "image": (([(1, 2)], [(0, 9)]), None, 45),
+    "two images": (([(1, 1), (2, 1)], [(3, 0), (0, 0)]), None, 46),
+    "audio": (None, 333, 41),
+    "audio past 500 tokens": (None, 4100, 40),
+    "image and audio": (([(1, 1)], None), 150, 49),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_greedy_tokens_as_transformers(pipeline, roomy_reference, case):
-    seed = 40 + list(CASES).index(case)
-    grids, frames = CASES[case]
+    grids, frames, seed = CASES[case]
     images = make_images(*grids, seed=seed) if grids else None
     clip = make_clips([frames], seed=seed)[0] if frames else None
     input_ids = prompt(images, frames, seed)
@@ -151,7 +150,9 @@ def test_the_same_greedy_tokens_as_transformers(pipeline, roomy_reference, case)
         pipeline.speech_features(clip, beside_image=images is not None),
         [GATES[adapter]],
     )
-    assert tokens == [expected_tokens(roomy_reference, input_ids, images, clip)]
+    expected = expected_tokens(roomy_reference, input_ids, images, clip)
+    assert len(set(expected)) >= 5, "the reference repeats itself: choose another seed"
+    assert tokens == [expected]
 
 
 def test_prompts_of_every_kind_in_one_batch(pipeline, roomy_reference):

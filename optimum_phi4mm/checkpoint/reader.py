@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PureWindowsPath
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -140,8 +140,7 @@ def _is_plain_name(name: object) -> bool:
     return (
         isinstance(name, str)
         and name.endswith(".safetensors")
-        and PurePosixPath(name).name == name
-        and PureWindowsPath(name).name == name
+        and PureWindowsPath(name).name == name  # knows both kinds of separators, and drives
         and "\0" not in name
     )
 

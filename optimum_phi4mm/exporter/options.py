@@ -21,6 +21,9 @@ _DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 # from 22 on.
 _MIN_OPSET, _MAX_OPSET, _MIN_OPSET_BF16 = 18, 23, 22
 
+# Sizes of the dummy inputs that are anyone's choice.
+_FREE_SIZES = ("batch_size", "sequence_length", "nb_max_frames")
+
 _REFUSED = {
     "optimize": "--optimize is not available for this model: ONNX Runtime optimises it when it loads it "
     "(SessionOptions.graph_optimization_level)",
@@ -48,7 +51,7 @@ def check_options(
     for name, value in options.items():
         if value:
             raise ExportError(_REFUSED[name])
-    if torch.device(device).type != "cpu":
+    if str(device) != "cpu":
         raise ExportError(
             f"--device {device} is not possible: the export computes nothing on a device. Leave it out; the "
             "exported models run on any device of ONNX Runtime"
@@ -63,18 +66,15 @@ def check_options(
             f"unknown option {', '.join(sorted(unknown))}: see optimum.exporters.onnx.main_export"
         )
     for name, size in shapes.items():
-        if size < 1:
-            raise ExportError(f"--{name} is {size}, expected a size from 1 on")
-    _check_capture_sizes({**DEFAULT_DUMMY_SHAPES, **shapes})
-
-
-def _check_capture_sizes(shapes: Mapping[str, int]) -> None:
-    """torch.export takes a size of 1 for a constant: an axis must be at least 2 to be dynamic."""
-    for name in ("batch_size", "sequence_length", "nb_max_frames"):
-        if shapes[name] < 2:
+        if name not in _FREE_SIZES and size != DEFAULT_DUMMY_SHAPES[name]:
             raise ExportError(
-                f"--{name} is {shapes[name]}, expected at least 2: an axis of size 1 can't be exported "
-                "as dynamic; the exported models take any size"
+                f"--{name} is not possible: this size is the checkpoint's own or the model has none"
+            )
+        # torch.export takes a size of 1 for a constant
+        if name in _FREE_SIZES and size < 2:
+            raise ExportError(
+                f"--{name} is {size}, expected at least 2: an axis of size 1 can't be exported as dynamic; "
+                "the exported models take any size"
             )
 
 

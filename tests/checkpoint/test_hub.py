@@ -165,6 +165,19 @@ def test_a_path_that_is_no_folder_is_named(tmp_path):
             read(missing)
 
 
+@pytest.mark.parametrize("read", [resolve, raw_config])
+@pytest.mark.parametrize("name", ["", "no such model", "nul\0character", "x" * 5000])
+def test_a_name_of_neither_a_folder_nor_a_repository_is_a_checkpoint_error(read, name):
+    with pytest.raises(CheckpointError, match="is no local folder|can't be opened as a folder"):
+        read(name, local_files_only=True)
+
+
+@pytest.mark.parametrize("read", [resolve, raw_config])
+def test_options_that_exclude_each_other_are_a_checkpoint_error(read, tmp_path):
+    with pytest.raises(CheckpointError, match=r"someone/phi4mm is no local folder.*force_download"):
+        read("someone/phi4mm", cache_dir=tmp_path, local_files_only=True, force_download=True)
+
+
 def hub_error(kind: str) -> Exception:
     from huggingface_hub import errors
 

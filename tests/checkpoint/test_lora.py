@@ -144,7 +144,24 @@ def test_options_that_ask_for_nothing_are_accepted(tmp_path):
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("r", 0), ("r", "4"), ("r", True), ("r", None), ("lora_alpha", "6"), ("lora_alpha", 10**400)],
+    [
+        ("r", 0),
+        ("r", -4),
+        ("r", "4"),
+        ("r", 4.0),
+        ("r", True),
+        ("r", None),
+        ("r", math.nan),
+        ("lora_alpha", 0),
+        ("lora_alpha", -6),
+        ("lora_alpha", "6"),
+        ("lora_alpha", True),
+        ("lora_alpha", None),
+        ("lora_alpha", math.nan),
+        ("lora_alpha", math.inf),
+        ("lora_alpha", 10**400),
+        ("use_rslora", "no"),
+    ],
 )
 def test_malformed_settings_are_refused_in_either_layout(tmp_path, option, value):
     settings = {**PEFT, option: value}
