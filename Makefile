@@ -32,10 +32,10 @@ clean:
 $(VENV)/torch.stamp:
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or later is needed: make PYTHON=..." if sys.version_info < (3, 10) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install -qq "$(TORCH)"
 	touch $@
 
 # The package, editable, with one of its extras: demo, tests or quality.
 $(VENV)/%.stamp: $(VENV)/torch.stamp setup.cfg pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable ".[$*]"
+	$(BIN)/python -m pip install -qq --editable ".[$*]"
 	touch $@

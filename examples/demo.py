@@ -19,9 +19,10 @@ from transformers_model import TransformersModel
 DATA = Path(__file__).parent / "data"
 LARGEST_DIFFERENCE = 1e-4  # of the reference's largest magnitude
 NUM_TOKENS = 16
+COMPONENTS = ("vision", "speech", "embedding", "model")
 QUESTIONS = {
     "text": "How do boats sail against the wind?",
-    "picture": "What does the sign say?",
+    "picture": "Describe the picture.",
     "recording": "Write down what is said.",
     "both": "Answer the question that is asked.",
 }
@@ -123,7 +124,7 @@ def main() -> None:
     package, reference = OnnxModel(arguments.package), TransformersModel(arguments.reference)
     comparisons = [line for case in cases for line in compare(case, package, reference)]
     print(f"\n{'model':<10} {'prompt':<10} largest difference to transformers, relative")
-    for component, name, difference in sorted(comparisons, key=lambda line: line.component):
+    for component, name, difference in sorted(comparisons, key=lambda line: COMPONENTS.index(line.component)):
         print(f"{component:<10} {name:<10} {difference:.1e}")
 
     end = json.loads((arguments.package / "generation_config.json").read_text())["eos_token_id"]

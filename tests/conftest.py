@@ -160,6 +160,7 @@ def open_session(path: Path, optimized: bool = True) -> onnxruntime.InferenceSes
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 2
     options.log_severity_level = 3  # it warns about every overridable initialiser
+    options.enable_cpu_mem_arena = False  # an arena keeps what 37 crops took, in every session
     levels = onnxruntime.GraphOptimizationLevel
     options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])

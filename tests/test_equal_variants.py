@@ -334,7 +334,8 @@ def test_other_sizes_image_and_audio_features_at_placeholders_of_their_own(
 def test_other_sizes_logits_inside_and_past_a_sliding_window(other, other_decoders, differences, variant):
     rows = [other.reference.text_embeddings(ordinary(length, length)) for length in (40, 9, 29)]
     embeds, mask, position_ids = left_padded(rows)
-    expected = other.reference.decode(embeds, mask, position_ids, REFERENCE_ADAPTERS[variant]).logits
+    adapter = REFERENCE_ADAPTERS[variant]
+    expected = other.reference.decode(embeds, mask, position_ids, adapter=adapter).logits
     live = mask.bool()
     for decoder in other_decoders:
         found, _ = decoder(embeds, mask, gates=GATES[variant])

@@ -53,6 +53,7 @@ class Phi4MMForOnnxExport(nn.Module):
         local_files_only: bool = False,
         force_download: bool = False,
         trust_remote_code: bool = False,
+        attn_implementation: str | None = None,
     ) -> Phi4MMForOnnxExport:
         """Prepare a model for export.
 
@@ -61,6 +62,7 @@ class Phi4MMForOnnxExport(nn.Module):
             torch_dtype: float type of the export; None is float32.
             subfolder, revision, cache_dir, token, local_files_only, force_download: as in transformers.
             trust_remote_code: has no effect: no code of a checkpoint is needed, and none is run.
+            attn_implementation: has no effect: the components have attention of their own, equal to "eager".
 
         Raises:
             CheckpointError: when there is no such model, or it is another one.

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..checkpoint import leaf_from_native
 from ..components.model import Phi4MMForOnnxExport
+from ..errors import Phi4MMError
 from .binding import bind, num_bytes
 from .capture import capture, derived_buffers
 from .configs import FOLDED_ADAPTERS, Phi4MMOnnxConfig
@@ -126,7 +127,7 @@ def onnx_export_from_model(
         for key, graph in graphs.items():
             logger.info(f"Writing {key}.onnx and {key}.onnx_data ({num_bytes(graph) / 1e9:.2f} GB)")
             package.models[key] = describe(graph, folder / f"{key}.onnx")
-            ir.save(graph, folder / f"{key}.onnx", external_data=f"{key}.onnx_data")
+            _save(graph, folder / f"{key}.onnx")
         if do_validation:
             for key, (component, config) in components.items():
                 differences = validate(
@@ -137,6 +138,19 @@ def onnx_export_from_model(
         (folder / "README.md").write_text(card, encoding="utf-8")
     logger.info(f"The ONNX export succeeded and the exported model was saved at: {output.as_posix()}")
     return package.moved_to(output)
+
+
+def _save(graph: ir.Model, path: Path) -> None:
+    """Write a graph and its weights; what binding raises while it reads them comes out as it was raised."""
+    try:
+        ir.save(graph, path, external_data=f"{path.name}_data")
+    except ir.serde.SerdeError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, Phi4MMError):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        raise cause from None
 
 
 def _derived(component: nn.Module, prefix: str) -> dict[str, Any]:

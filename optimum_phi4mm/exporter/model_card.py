@@ -108,8 +108,7 @@ def _front_matter(hub_id: str | None) -> str:
 def _head(package: Package, source: str) -> str:
     return f"""# Phi-4-multimodal for ONNX Runtime
 
-Four ONNX models, exported from {source} by
-[optimum-phi4mm](https://pypi.org/project/optimum-phi4mm/).
+Four ONNX models, exported from {source} by optimum-phi4mm.
 
 - variant `{package.variant}`: {Phi4MMOnnxConfig.VARIANTS[package.variant]}
 - float type {_DTYPES[package.dtype]}

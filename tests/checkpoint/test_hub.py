@@ -168,7 +168,7 @@ def test_a_path_that_is_no_folder_is_named(tmp_path):
 @pytest.mark.parametrize("read", [resolve, raw_config])
 @pytest.mark.parametrize("name", ["", "no such model", "nul\0character", "x" * 5000])
 def test_a_name_of_neither_a_folder_nor_a_repository_is_a_checkpoint_error(read, name):
-    with pytest.raises(CheckpointError, match="is no local folder|can't be opened as a folder"):
+    with pytest.raises(CheckpointError, match=r"is no local folder|can't be opened as a folder"):
         read(name, local_files_only=True)
 
 

@@ -98,7 +98,7 @@ def test_optional_inputs_come_with_their_default(tmp_path):
 def test_only_gated_packages_speak_of_gates(tmp_path, variant):
     assert "adapter_gates" in model_card(make_package(tmp_path), source=HUB_ID, revision=None)
     card = model_card(make_package(tmp_path, variant=variant), source=HUB_ID, revision=None)
-    assert "gates" not in card
+    assert "adapter_gates" not in card
     assert "onnx_adapter" not in card
 
 
