@@ -168,9 +168,10 @@ def _model_type(name: str, **hub_options: Any) -> str | None:
 
 
 def _register_tasks(tasks: ModuleType) -> None:
-    """`optimum.exporters.tasks`: the class to load, the task of a model without one, no remote code."""
-    from .configuration import MODEL_TYPES
+    """`optimum.exporters.tasks`: config and class to load, the task of a folder, no remote code."""
+    from .configuration import MODEL_TYPES, Phi4MMConfig
 
+    tasks.AutoConfig.register(Phi4MMConfig.model_type, Phi4MMConfig, exist_ok=True)
     manager = tasks.TasksManager
     for model_type in MODEL_TYPES:
         for task in TASKS:
@@ -204,12 +205,9 @@ def _register_tasks(tasks: ModuleType) -> None:
 
 def _register_configs(model_configs: ModuleType) -> None:
     """`optimum.exporters.onnx.model_configs`: our OnnxConfig for every task, with and without past."""
-    from transformers import AutoConfig
-
-    from .configuration import MODEL_TYPES, Phi4MMConfig
+    from .configuration import MODEL_TYPES
     from .exporter.configs import Phi4MMOnnxConfig
 
-    AutoConfig.register("phi4mm", Phi4MMConfig, exist_ok=True)
     register = model_configs.TasksManager.create_register("onnx")
     tasks = [task + suffix for task in TASKS for suffix in ("", "-with-past")]
     for model_type in MODEL_TYPES:

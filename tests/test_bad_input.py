@@ -99,14 +99,14 @@ def refuse(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def capture_only(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Leaves all graphs but one component's empty: a capture takes seconds, and what is tested comes later."""
+    """Leaves all graphs but one component's empty: captures take seconds, what is tested comes later."""
     from optimum_phi4mm.exporter import convert
 
     capture = convert.capture
 
     def choose(prefix: str) -> None:
         def capture_one(component: Any, config: Any, **options: Any) -> Any:
-            if config.PREFIX == prefix:
+            if prefix == config.PREFIX:
                 return capture(component, config, **options)
             return convert.ir.Model(convert.ir.Graph([], [], nodes=[]), ir_version=10)
 

@@ -19,4 +19,4 @@ def count_rows(x: Tensor) -> Tensor:
     torch.export takes a dynamic size to be at least 2 and answers questions of it while it traces; a tensor's
     value it does not know.
     """
-    return torch.ones_like(x.flatten(1)[:, 0], dtype=torch.int64).sum()
+    return torch.ones(x.shape[0], dtype=torch.int64, device=x.device).sum()
