@@ -19,11 +19,11 @@ from .runtime_checks import OUT_OF_RANGE, count_rows
 from .stack import LayerStack
 
 
-__all__ = ["SpeechEncoder"]
+__all__ = ["BLOCK_TOKENS", "SpeechEncoder"]
 
 # Longer audio is cut into blocks of this many tokens that don't see each other (`max_seq_len` in
 # `Phi4MultimodalAudioModel.forward`; it is written in the code there and in no config).
-_BLOCK_TOKENS = 500
+BLOCK_TOKENS = 500
 
 
 class AudioModel(nn.Module):
@@ -59,7 +59,7 @@ class AudioModel(nn.Module):
         hidden, _ = self.embed(self.encoder_embedding(audio_features), None)
         batch, tokens, width = hidden.shape
         # Blocks as plain arithmetic on sizes: up to 500 tokens it is one block without padding.
-        block = torch.sym_min(tokens, _BLOCK_TOKENS)
+        block = torch.sym_min(tokens, BLOCK_TOKENS)
         num_blocks = (tokens + block - 1) // block
         hidden = nn.functional.pad(hidden, (0, 0, 0, num_blocks * block - tokens))
         hidden = hidden.reshape(-1, block, width)

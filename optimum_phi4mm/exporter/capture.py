@@ -53,9 +53,7 @@ class _Caller(nn.Module):
         return tuple(outputs.values()) if isinstance(outputs, dict) else outputs
 
 
-def capture(
-    component: nn.Module, config: Any, *, opset: int, fold_constants: bool = True, **shapes: int
-) -> ir.Model:
+def capture(component: nn.Module, config: Any, *, opset: int, fold_constants: bool = True) -> ir.Model:
     """Capture one component.
 
     Args:
@@ -63,12 +61,12 @@ def capture(
         config: its OnnxConfig: dummy inputs, axes, defaults, patcher.
         opset: ONNX opset version of the graph.
         fold_constants: whether onnxscript's optimiser runs over the graph.
-        shapes: sizes of the dummy inputs, by Optimum's names (`batch_size`, `sequence_length`, ...).
 
     Returns:
         The model with the contract's inputs, outputs and axes. Weights are initialisers without a value.
     """
-    dummies = _shapes_of(config.generate_dummy_inputs(framework="pt", **shapes), config.static_shapes)
+    inputs = config.generate_dummy_inputs(framework="pt", **config.capture_shapes)
+    dummies = _shapes_of(inputs, config.static_shapes)
     stacks = [module for module in component.modules() if isinstance(module, LayerStack)]
     with _quiet_exporters(), config.patch_model_for_export(component), _buffers_on_meta(component):
         if not stacks:

@@ -11,6 +11,7 @@ from optimum.utils import NormalizedTextConfig
 from torch import Tensor, nn
 
 from ..checkpoint import LoraAdapter
+from ..components.speech import BLOCK_TOKENS
 from .dummy_inputs import (
     DecoderInputGenerator,
     EmbeddingInputGenerator,
@@ -58,6 +59,15 @@ class _ComponentOnnxConfig(OnnxConfig):
     @property
     def defaults(self) -> dict[str, Tensor]:
         """Default value of each optional input; its axes that are empty or one long may have any length."""
+        return {}
+
+    @property
+    def capture_shapes(self) -> dict[str, int]:
+        """Sizes of the dummy inputs at capture, by Optimum's names, that must not be Optimum's defaults.
+
+        torch.export decides by the sizes at hand what it can't leave open, so a graph is captured at its most
+        general: no size is 1, and none is what makes a step empty.
+        """
         return {}
 
     @property
@@ -110,6 +120,12 @@ class Phi4MMSpeechOnnxConfig(_ComponentOnnxConfig):
     @property
     def defaults(self) -> dict[str, Tensor]:
         return {"audio_attention_mask": torch.empty(0, 0, dtype=torch.bool)}
+
+    @property
+    def capture_shapes(self) -> dict[str, int]:
+        # Two blocks, the second of them padded: with one, torch.export would hold a block and the whole for
+        # the same length.
+        return {"nb_max_frames": self._config.audio_config.time_reduction * BLOCK_TOKENS * 3 // 2}
 
     @property
     def outputs(self) -> Axes:

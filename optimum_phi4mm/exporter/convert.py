@@ -8,7 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 from optimum.exporters.tasks import TasksManager
-from optimum.utils import DEFAULT_DUMMY_SHAPES, logging
+from optimum.utils import logging
 from torch import nn
 
 from ..checkpoint import leaf_from_native
@@ -58,16 +58,15 @@ def onnx_export_from_model(
         output: an empty or new folder.
         opset: ONNX opset version; None is 20, or 22 for bfloat16.
         atol: largest absolute difference that validation accepts; None is relative to the reference's
-        magnitude. do_validation: whether the written models are run and compared before they are moved to
-        `output`. task: one of the tasks the model is registered for; all give the same four models.
+            magnitude.
+        do_validation: whether the written models are run and compared before they are moved to `output`.
+        task: one of the tasks the model is registered for; all give the same four models.
         do_constant_folding: whether onnxscript's optimiser runs over the graphs.
         no_post_process, preprocessors, use_subprocess: without effect on this model: no post-processing is
-        done, the
-            checkpoint's own processor files are written, and validation runs in this process.
+            done, the checkpoint's own processor files are written, and validation runs in this process.
         optimize, monolith, model_kwargs, custom_onnx_configs, fn_get_submodels, device, no_dynamic_axes,
-        slim: refused
-            unless they have their default (see `options.check_options`).
-        kwargs_shapes: sizes of the dummy inputs, by Optimum's names.
+            slim: refused unless they have their default (see `options.check_options`).
+        kwargs_shapes: sizes of validation's dummy inputs, by Optimum's names.
 
     Returns:
         The package, at `output`.
@@ -94,7 +93,6 @@ def onnx_export_from_model(
         shapes=kwargs_shapes,
     )
     check_output(output)
-    shapes = {**DEFAULT_DUMMY_SHAPES, **kwargs_shapes}
 
     model.load()
     constructor = TasksManager.get_exporter_config_constructor(
@@ -111,9 +109,7 @@ def onnx_export_from_model(
     graphs: dict[str, ir.Model] = {}
     for key, (component, config) in components.items():
         logger.info(f"Capturing {key}.onnx (opset {opset}, {dtype})")
-        graphs[key] = graph = capture(
-            component, config, opset=opset, fold_constants=do_constant_folding, **shapes
-        )
+        graphs[key] = graph = capture(component, config, opset=opset, fold_constants=do_constant_folding)
         bind(graph, model.checkpoint, _derived(component, config.PREFIX), folded)
         graph.metadata_props.update({"phi4mm.variant": variant, "phi4mm.dtype": dtype})
     check_space(output, sum(num_bytes(graph) for graph in graphs.values()))
@@ -131,7 +127,7 @@ def onnx_export_from_model(
         if do_validation:
             for key, (component, config) in components.items():
                 differences = validate(
-                    package[key], component, config, model.checkpoint, folded, atol=atol, **shapes
+                    package[key], component, config, model.checkpoint, folded, atol=atol, **kwargs_shapes
                 )
                 package[key].differences = differences
         card = model_card(package, source=model.source, revision=model.revision)

@@ -21,7 +21,7 @@ _DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 # from 22 on.
 _MIN_OPSET, _MAX_OPSET, _MIN_OPSET_BF16 = 18, 23, 22
 
-# Sizes of the dummy inputs that are anyone's choice.
+# Sizes of validation's dummy inputs that are anyone's choice.
 _FREE_SIZES = ("batch_size", "sequence_length", "nb_max_frames")
 
 _REFUSED = {
@@ -70,12 +70,8 @@ def check_options(
             raise ExportError(
                 f"--{name} is not possible: this size is the checkpoint's own or the model has none"
             )
-        # torch.export takes a size of 1 for a constant
-        if name in _FREE_SIZES and size < 2:
-            raise ExportError(
-                f"--{name} is {size}, expected at least 2: an axis of size 1 can't be exported as dynamic; "
-                "the exported models take any size"
-            )
+        if name in _FREE_SIZES and size < 1:
+            raise ExportError(f"--{name} is {size}, expected at least 1")
 
 
 def float_dtype(dtype: torch.dtype) -> str:

@@ -51,7 +51,8 @@ def validate(
         checkpoint: the weights.
         folded: adapters that were folded into the written weights.
         atol: largest absolute difference accepted; None: relative to the output's largest magnitude, by float
-        type. shapes: sizes of the dummy inputs.
+            type.
+        shapes: sizes of the dummy inputs.
 
     Returns:
         The largest absolute difference per output. None for bfloat16, which ONNX Runtime's CPU provider can't
