@@ -34,6 +34,7 @@ __all__ = [
     "positions",
     "relative_difference",
     "token_ids",
+    "typical_difference",
 ]
 
 IMAGE_TOKEN = 200010
@@ -51,6 +52,13 @@ def relative_difference(found: np.ndarray | torch.Tensor, expected: np.ndarray |
     assert expected.size, "nothing to compare"
     difference = np.abs(found - expected).max() / np.abs(expected).max()
     return float(difference) if np.isfinite(difference) else float("inf")
+
+
+def typical_difference(found: np.ndarray | torch.Tensor, expected: np.ndarray | torch.Tensor) -> float:
+    """Root mean square of the differences over that of the values expected."""
+    found, expected = (np.asarray(array, dtype=np.float64) for array in (found, expected))
+    assert found.shape == expected.shape, f"shape {found.shape}, expected {expected.shape}"
+    return float(np.sqrt(np.square(found - expected).mean() / np.square(expected).mean()))
 
 
 class Differences:

@@ -7,7 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from reference import Differences, Reference, clip_tokens, evaluate, make_clips, relative_difference
+from reference import (
+    Differences,
+    Reference,
+    clip_tokens,
+    evaluate,
+    make_clips,
+    relative_difference,
+    typical_difference,
+)
 
 
 BOUND = 1e-4
@@ -150,12 +158,13 @@ def test_bfloat16_is_as_near_to_fp32_as_transformers_is(export_package, referenc
     half = reference_of("bf16")
     for output, projection in OUTPUTS.items():
         ours, theirs = [], []
-        for seed in range(3):
+        for seed in range(10):
             features, _ = make_clips([200], seed=95 + seed)
             features = features.bfloat16()
             expected = reference.speech_features(features.float(), [200], None, projection)
-            theirs.append(
-                relative_difference(half.speech_features(features, [200], None, projection).float(), expected)
-            )
-            ours.append(relative_difference(evaluate(path, {"audio_features": features})[output], expected))
-        differences.record("speech", f"bf16 against fp32, {output}", max(ours), 1.5 * max(theirs))
+            rounded = half.speech_features(features, [200], None, projection).float()
+            theirs.append(typical_difference(rounded, expected))
+            ours.append(typical_difference(evaluate(path, {"audio_features": features})[output], expected))
+        # The largest of so many rounding errors is chance; their mean is not.
+        case = f"bf16 against fp32, {output} (mean)"
+        differences.record("speech", case, np.mean(ours), 1.1 * np.mean(theirs))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from huggingface_hub.utils import filter_repo_objects
 
 from optimum_phi4mm.checkpoint import Checkpoint, hub, raw_config, resolve
@@ -182,7 +183,7 @@ def hub_error(kind: str) -> Exception:
     from huggingface_hub import errors
 
     error = getattr(errors, kind)
-    response = pytest.importorskip("requests").Response()
+    response = requests.Response()
     response.status_code = 404
     return error("404: nothing there", response=response)
 

@@ -78,7 +78,6 @@ def test_a_single_file_goes_before_an_index_as_in_transformers(folder):
     assert list(read_folder(folder)) == ["only"]
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks into Linux's /proc")
 def test_no_file_stays_open_or_mapped_once_a_tensor_is_gone(folder):
     tensors = read_folder(folder)
     tensor = tensors["a"].read()
