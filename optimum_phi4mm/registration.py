@@ -42,16 +42,14 @@ _our_sources: set[str] = set()
 
 
 def export(model: str | Path, output: str | Path, *, variant: str = "default", **options: Any) -> Package:
-    """Export Phi-4-multimodal to four ONNX models; the same as `optimum.exporters.onnx.main_export`, in one
-    call.
+    """Export Phi-4-multimodal to four ONNX models: `optimum.exporters.onnx.main_export` in one call.
 
     Args:
         model: folder or Hub id of a checkpoint in either layout.
         output: an empty or new folder.
         variant: `gated` (default), `merged`, `vision`, `speech` or `text`.
         options: main_export's other options, e.g. `dtype="fp16"`, `opset`, `atol`, `do_validation`,
-        `revision`,
-            `cache_dir`, `token`.
+            `revision`, `cache_dir`, `token`.
 
     Returns:
         The package: a mapping with the keys `vision`, `speech`, `embedding` and `model`, each with its path,

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -62,46 +63,22 @@ def _assert_same_models(folder: Path, package: Any) -> None:
         assert (folder / file).read_bytes() == expected.read_bytes(), file
 
 
-@pytest.fixture(scope="module")
-def captured() -> dict[Any, Any]:
-    return {}
-
-
 @pytest.fixture
-def quick_capture(monkeypatch: pytest.MonkeyPatch, captured: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Capture a graph once for everything that a capture reads; a test that changes any of it gets its own.
-
-    Returns:
-        The options of every capture asked for.
-    """
-    capture = convert.capture
+def quick_capture(
+    monkeypatch: pytest.MonkeyPatch, reusing_captures: Callable[[], AbstractContextManager[None]]
+) -> Iterator[list[dict[str, Any]]]:
+    """Takes graphs that were captured before; gives the options of every capture asked for."""
     asked: list[dict[str, Any]] = []
+    with reusing_captures():
+        capture = convert.capture
 
-    def shapes_of(value: Any) -> Any:
-        return [shapes_of(item) for item in value] if isinstance(value, list) else (value.shape, value.dtype)
+        def ask(component: Any, config: Any, **options: Any) -> Any:
+            asked.append(options)
+            return capture(component, config, **options)
 
-    def capture_once(component: Any, config: Any, *, opset: int, fold_constants: bool, **shapes: int) -> Any:
-        dummies = config.generate_dummy_inputs(framework="pt", **shapes)
-        key = repr(
-            (
-                type(config),
-                config.inputs,
-                config.outputs,
-                {name: (value, value.shape) for name, value in config.defaults.items()},
-                config.static_shapes,
-                {name: shapes_of(value) for name, value in dummies.items()},
-                {name: (value.shape, value.dtype) for name, value in component.named_parameters()},
-                getattr(config, "folded", ()),
-                (opset, fold_constants),
-            )
-        )
-        asked.append({"opset": opset, "fold_constants": fold_constants, **shapes})
-        if key not in captured:
-            captured[key] = capture(component, config, opset=opset, fold_constants=fold_constants, **shapes)
-        return captured[key].clone()
-
-    monkeypatch.setattr(convert, "capture", capture_once)
-    return asked
+        monkeypatch.setattr(convert, "capture", ask)
+        yield asked
+        monkeypatch.undo()
 
 
 @pytest.fixture
@@ -286,8 +263,7 @@ def test_models_of_other_opsets_sizes_and_folding_run_and_have_the_same_contract
     options += [] if folded else ["--no-constant-folding"]
     told = command("--model", original_checkpoint, "--opset", opset, *options, tmp_path / "out")
     assert told == ""  # validation ran them
-    for asked in quick_capture:
-        assert {"opset": opset, "fold_constants": folded}.items() <= asked.items()
+    assert quick_capture == [{"opset": opset, "fold_constants": folded}] * 4
     for name in MODELS:
         path = tmp_path / "out" / f"{name}.onnx"
         found, default = (onnx.load(p, load_external_data=False) for p in (path, package[name].path))

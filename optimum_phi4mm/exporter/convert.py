@@ -137,12 +137,12 @@ def onnx_export_from_model(
 
 
 def _save(graph: ir.Model, path: Path) -> None:
-    """Write a graph and its weights; what binding raises while it reads them comes out as it was raised."""
+    """Write a graph and its weights; what binding or the disk raises meanwhile comes out as it was raised."""
     try:
         ir.save(graph, path, external_data=f"{path.name}_data")
     except ir.serde.SerdeError as error:
         cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, Phi4MMError):
+        while cause is not None and not isinstance(cause, (Phi4MMError, OSError)):
             cause = cause.__cause__
         if cause is None:
             raise

@@ -81,10 +81,11 @@ class Package(Mapping[str, PackagedModel]):
 
 
 def check_output(output: Path) -> None:
-    """Refuse a target that holds something: an export never overwrites.
+    """Refuse a target that holds something, because an export never overwrites, or that can't be made.
 
     Raises:
-        ExportError: when `output` is a file or a folder with anything in it.
+        ExportError: when `output` is a file or a folder with anything in it, or lies where nothing can be
+            written.
     """
     if output.is_dir():
         found = sorted(path.name for path in output.iterdir())
@@ -94,6 +95,12 @@ def check_output(output: Path) -> None:
             )
     elif os.path.lexists(output):
         raise ExportError(f"{output} is not a folder: give an empty or new one")
+    parent = _stage_parent(output.absolute())
+    existing = next(path for path in (parent, *parent.parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        raise ExportError(f"{output} can't be made: {existing} is not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ExportError(f"{output} can't be made: {existing} is not writable")
 
 
 def check_space(output: Path, needed: int) -> None:
@@ -113,38 +120,56 @@ def check_space(output: Path, needed: int) -> None:
 
 @contextlib.contextmanager
 def staged(output: Path) -> Iterator[Path]:
-    """A folder beside `output` that takes its place when the block ends, and vanishes when it fails."""
+    """A folder beside `output` that takes its place when the block ends, and vanishes when it fails.
+
+    Raises:
+        ExportError: what the system says when something can't be written.
+    """
     output = output.absolute()
-    made = [path for path in output.parents if not path.exists()]
-    output.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
+    parent = _stage_parent(output)
+    made = [path for path in (parent, *parent.parents) if not path.exists()]
+    folder = None
     try:
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=parent))
         yield folder
         _move_into_place(folder, output)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+    except BaseException as error:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         for path in made:  # innermost first
             with contextlib.suppress(OSError):
                 path.rmdir()
+        if isinstance(error, OSError):
+            raise ExportError(f"{output} can't be written, nothing was kept: {error}") from error
         raise
+
+
+def _stage_parent(output: Path) -> Path:
+    """Where a package for `output` is written: in it where it can't be exchanged, else beside it.
+
+    It can't where a shell stands in it or where it is a volume, which is another file system besides.
+    """
+    fixed = output.is_dir() and (output.samefile(os.curdir) or output.is_mount())
+    return output if fixed else output.parent
 
 
 def _move_into_place(folder: Path, output: Path) -> None:
     """Put the finished folder at `output`, which is absent or empty."""
-    umask = os.umask(0)
-    os.umask(umask)
-    folder.chmod(
-        output.stat().st_mode & 0o7777 if output.exists() else 0o777 & ~umask
-    )  # mkdtemp made it private
-    check_output(output)
-    if output.exists() and (output.samefile(os.curdir) or output.is_mount()):
-        # A shell stands in this folder, or it is a volume: it can't be exchanged, only filled. The config
-        # comes last, because without it nothing takes the folder for a package.
+    if folder.parent == output:
+        # The config comes last, because without it nothing takes the folder for a package.
         for path in sorted(folder.iterdir(), key=lambda path: path.name == "config.json"):
+            if os.path.lexists(output / path.name):
+                raise ExportError(f"{output} holds {path.name} now: give an empty or new folder")
             path.rename(output / path.name)
         folder.rmdir()
-    else:
-        folder.replace(output)
+        return
+    umask = os.umask(0)
+    os.umask(umask)
+    mode = output.stat().st_mode & 0o7777 if output.exists() else 0o777 & ~umask
+    folder.chmod(mode)  # mkdtemp made it private
+    check_output(output)
+    folder.replace(output)
 
 
 def write_adapters(folder: Path) -> None:
