@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -223,6 +224,18 @@ def test_a_wrong_bfloat16_weight_is_an_error_exit_that_names_it(
     monkeypatch.setattr(binding, "bound_tensor", one_wrong_weight)
     told = command("--model", original_checkpoint, "--dtype", "bf16", tmp_path / "out")
     assert "decoder.norm.weight" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_refuses_is_one_sentence_and_leaves_nothing(original_checkpoint, tmp_path, command):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        told = command("--model", original_checkpoint, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert told.startswith("optimum-cli export onnx: ") and "File too large" in told
+    assert "\n" not in told
     assert list(tmp_path.iterdir()) == []
 
 
