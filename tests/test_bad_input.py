@@ -380,6 +380,7 @@ def test_an_interrupted_process_ends_with_an_error_and_leaves_nothing(original_c
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
     )
     try:
         written = output.parent

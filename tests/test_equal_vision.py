@@ -79,7 +79,7 @@ def test_plain_images_without_a_mask_row_are_all_valid(vision, compare):
 
 @pytest.mark.parametrize(
     "grids",
-    [[(1, 1)], [(1, 2)], [(2, 1)], [(3, 2)], [(1, 1), (1, 2)], [(3, 2), (2, 3)], FIVE_GRIDS],
+    [[(1, 1)], [(1, 2)], [(2, 1)], [(1, 1), (1, 2)], [(3, 2), (2, 3)]],
     ids=lambda grids: "+".join(f"{rows}x{columns}" for rows, columns in grids),
 )
 def test_images_of_any_grid_with_sizes_only(vision, compare, grids):
@@ -89,7 +89,7 @@ def test_images_of_any_grid_with_sizes_only(vision, compare, grids):
 
 @pytest.mark.parametrize(
     "grids",
-    [[(1, 1)], [(1, 2)], [(3, 2)], [(1, 2), (2, 1)], FIVE_GRIDS],
+    [[(1, 1)], [(1, 2)], [(3, 2)], [(1, 2), (2, 1)]],
     ids=lambda grids: "+".join(f"{rows}x{columns}" for rows, columns in grids),
 )
 def test_a_mask_without_padding_changes_nothing(vision, compare, grids):
@@ -100,13 +100,13 @@ def test_a_mask_without_padding_changes_nothing(vision, compare, grids):
 @pytest.mark.parametrize("first", range(0, 32, 4))
 def test_any_padding_at_the_bottom_and_at_the_right(vision, compare, first):
     padding = [(amount, 31 - amount) for amount in range(first, first + 4)]
-    images = make_images([(1, 1), (1, 2), (2, 1), (2, 2)], padding, seed=first)
+    images = make_images([(1, 1), (1, 2), (2, 1), (1, 1)], padding, seed=first)
     compare("padding of 0 to 31 patches on both sides", vision(**images.contract()), images)
 
 
 @pytest.mark.parametrize("padding", [(31, 0), (0, 31), (31, 31), (1, 0), (0, 1)])
 def test_padding_on_one_side_or_up_to_the_last_patch(vision, compare, padding):
-    images = make_images([(3, 2), (1, 1)], [padding, (0, 0)], seed=31)
+    images = make_images([(2, 2)], [padding], seed=31)
     compare("padding on one side or to the last patch", vision(**images.contract()), images)
 
 
@@ -115,9 +115,10 @@ def test_five_images_of_different_grids_and_paddings_in_one_run(vision, compare)
     compare("5 images of different grids, padded", vision(**images.contract()), images)
 
 
-def test_an_image_of_36_sub_crops(vision, compare):
+def test_an_image_of_36_sub_crops(package, session, compare):
     images = make_images([(6, 6)], [(0, 11)], seed=51)
-    compare("grid 6x6, padded", vision(**images.contract()), images)
+    found = session(package, "vision").run(None, images.contract())  # one run takes 5 GB
+    compare("grid 6x6, padded", found, images)
 
 
 def test_crops_without_a_mask_row_are_all_valid(vision, compare):
