@@ -78,7 +78,7 @@ def export(model: str | Path, output: str | Path, *, variant: str = "default", *
             f"of {', '.join(MODEL_TYPES)}"
         )
     task = options.get("task", "auto")
-    if task.removesuffix("-with-past") not in (*TASKS, "auto"):
+    if str(task).removesuffix("-with-past") not in (*TASKS, "auto"):
         raise ExportError(
             f"task is {task}, expected one of {', '.join(TASKS)}, each with or without -with-past"
         )

@@ -325,12 +325,12 @@ def test_too_little_space_is_told_before_anything_is_written(
         used: int
         free: int
 
-    def no_folder(*_: Any, **__: Any) -> str:
-        raise AssertionError("a folder was made")
+    def no_file(*_: Any, **__: Any) -> None:
+        raise AssertionError("a file was written")
 
     capture_only("embedding")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**12, 10**12 - 5 * 10**7, 5 * 10**7))
-    monkeypatch.setattr("tempfile.mkdtemp", no_folder)
+    monkeypatch.setattr(Path, "write_bytes", no_file)
     message = refuse(original_checkpoint, ExportError)
     assert "0.05 GB" in message and "free" in message  # and the vocabulary alone needs 0.0512
 
@@ -393,6 +393,36 @@ def test_an_interrupted_process_ends_with_an_error_and_leaves_nothing(original_c
         process.kill()
     assert process.returncode not in (0, None), told
     assert list(tmp_path.iterdir()) == [], told
+
+
+@pytest.mark.parametrize(
+    "name", ["generation_config.json", "preprocessor_config.json", "tokenizer_config.json", "tokenizer.json"]
+)
+def test_a_broken_small_file_is_named_before_anything_is_captured(refuse, original, monkeypatch, name):
+    from optimum_phi4mm.exporter import convert
+
+    def capture(*_: Any, **__: Any) -> None:
+        raise AssertionError("captured")
+
+    monkeypatch.setattr(convert, "capture", capture)
+    (original / name).unlink()
+    (original / name).write_text("{")
+    assert name in refuse(original)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"opset": "20"}, "opset"),
+        ({"atol": "1e-3"}, "atol"),
+        ({"batch_size": "2"}, "batch_size"),
+        ({"sequence_length": 1.5}, "sequence_length"),
+        ({"task": None}, "task"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_an_option_of_a_wrong_type_is_named(refuse, original, options, name):
+    assert name in refuse(original, ExportError, **options)
 
 
 # --- the command line --------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,6 +19,9 @@ from reference import (
     relative_difference,
     token_ids,
 )
+from transformers.models.phi4_multimodal.modeling_phi4_multimodal import Phi4MultimodalRotaryEmbedding
+
+from optimum_phi4mm.components.decoder import LongRope
 
 
 BOUND = 1e-4
@@ -212,6 +216,17 @@ def test_logits_to_keep_with_a_cache(decoders, compare, reference):
     for decoder in decoders:
         found = decoder.decode(embeds[:, 8:], cache=decoder.decode(embeds[:, :8]).cache, logits_to_keep=2)
         compare("logits_to_keep", found, expected)
+
+
+def test_plain_rotary_tables_without_rope_scaling(reference, differences):
+    config = copy.deepcopy(reference.config)
+    config.rope_scaling = None
+    with torch.device("meta"):  # as the export builds it
+        rotary = LongRope(config)
+    positions = torch.tensor([[0, 1, SWITCH, 5000]])
+    theirs = Phi4MultimodalRotaryEmbedding(config)(torch.zeros(1), positions)
+    for found, expected in zip(rotary(positions, torch.float32), theirs, strict=True):
+        differences.record("decoder", "plain RoPE", relative_difference(found, expected), BOUND)
 
 
 @pytest.mark.parametrize("length", [SWITCH - 1, SWITCH, SWITCH + 1, 2 * SWITCH])

@@ -39,6 +39,7 @@ _UNSUPPORTED = (
     "alpha_pattern",
     "fan_in_fan_out",
     "layer_replication",
+    "layers_to_transform",
     "lora_bias",
     "modules_to_save",
     "rank_pattern",

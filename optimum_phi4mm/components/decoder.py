@@ -88,12 +88,12 @@ class LongRope(nn.Module):
         kind = "default" if config.rope_scaling is None else config.rope_scaling["type"]
         switch = config.original_max_position_embeddings
         compute = ROPE_INIT_FUNCTIONS[kind]
-        short, self.attention_scaling = compute(config, torch.device("cpu"), seq_len=switch)
-        long, _ = compute(config, torch.device("cpu"), seq_len=switch + 1)
+        with torch.device("cpu"):  # values are needed even where the module is built on meta
+            short, self.attention_scaling = compute(config, torch.device("cpu"), seq_len=switch)
+            long, _ = compute(config, torch.device("cpu"), seq_len=switch + 1)
+            factors = torch.stack([short, long])  # (2, rotary width / 2)
         self.switch = switch
-        self.register_buffer(
-            "inv_freq", torch.stack([short, long]), persistent=False
-        )  # (2, rotary width / 2)
+        self.register_buffer("inv_freq", factors, persistent=False)
 
     def forward(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin, (B, S, rotary width) each, from int64 (B, S).

@@ -106,17 +106,19 @@ def onnx_export_from_model(
     folded = {name: adapters[name] for name in FOLDED_ADAPTERS[variant] or ()}
     components = main_config.component_configs(model, adapters)
 
-    graphs: dict[str, ir.Model] = {}
-    for key, (component, config) in components.items():
-        logger.info(f"Capturing {key}.onnx (opset {opset}, {dtype})")
-        graphs[key] = graph = capture(component, config, opset=opset, fold_constants=do_constant_folding)
-        bind(graph, model.checkpoint, _derived(component, config.PREFIX), folded)
-        graph.metadata_props.update({"phi4mm.variant": variant, "phi4mm.dtype": dtype})
-    check_space(output, sum(num_bytes(graph) for graph in graphs.values()))
+    files = native_files(model.checkpoint, dtype)
 
-    with staged(output) as folder:
+    with staged(output) as folder:  # a target that can't be written is found out before the captures
+        graphs: dict[str, ir.Model] = {}
+        for key, (component, config) in components.items():
+            logger.info(f"Capturing {key}.onnx (opset {opset}, {dtype})")
+            graphs[key] = graph = capture(component, config, opset=opset, fold_constants=do_constant_folding)
+            bind(graph, model.checkpoint, _derived(component, config.PREFIX), folded)
+            graph.metadata_props.update({"phi4mm.variant": variant, "phi4mm.dtype": dtype})
+        check_space(folder, sum(num_bytes(graph) for graph in graphs.values()))
+
         package = Package(folder, variant, dtype)
-        for name, content in native_files(model.checkpoint, dtype).items():
+        for name, content in files.items():
             (folder / name).write_bytes(content)
         if FOLDED_ADAPTERS[variant] is None:
             write_adapters(folder)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from optimum.utils import logging
 from transformers import GenerationConfig, Phi4MultimodalConfig, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from ..checkpoint import Checkpoint
 from ..configuration import read_json
@@ -20,7 +20,7 @@ from ..errors import CheckpointError, ExportError
 
 __all__ = ["native_files"]
 
-logger = logging.get_logger(__name__)
+logger = logging.get_logger(f"optimum.{__name__}")  # below the logger that Optimum configures
 
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 # The first release that writes these keys (`dtype`). Naming the running one would make the files depend on

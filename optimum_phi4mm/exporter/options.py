@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from optimum.utils import DEFAULT_DUMMY_SHAPES
 
+from ..configuration_checks import is_int, is_number
 from ..errors import ExportError
 from .configs import Phi4MMOnnxConfig
 
@@ -23,6 +23,7 @@ _MIN_OPSET, _MAX_OPSET, _MIN_OPSET_BF16 = 18, 23, 22
 
 # Sizes of validation's dummy inputs that are anyone's choice.
 _FREE_SIZES = ("batch_size", "sequence_length", "nb_max_frames")
+_MAX_DUMMY_SIZE = 1 << 20
 
 _REFUSED = {
     "optimize": "--optimize is not available for this model: ONNX Runtime optimises it when it loads it "
@@ -56,7 +57,7 @@ def check_options(
             f"--device {device} is not possible: the export computes nothing on a device. Leave it out; the "
             "exported models run on any device of ONNX Runtime"
         )
-    if atol is not None and not (math.isfinite(atol) and atol >= 0):
+    if atol is not None and not (is_number(atol) and atol >= 0):
         raise ExportError(f"--atol is {atol}, expected a number from 0 on")
     if variant != "default" and variant not in Phi4MMOnnxConfig.VARIANTS:
         raise ExportError(f"--variant is {variant}, expected one of {', '.join(Phi4MMOnnxConfig.VARIANTS)}")
@@ -70,8 +71,8 @@ def check_options(
             raise ExportError(
                 f"--{name} is not possible: this size is the checkpoint's own or the model has none"
             )
-        if name in _FREE_SIZES and size < 1:
-            raise ExportError(f"--{name} is {size}, expected at least 1")
+        if name in _FREE_SIZES and not is_int(size, 1, _MAX_DUMMY_SIZE):
+            raise ExportError(f"--{name} is {size}, expected an integer from 1 to {_MAX_DUMMY_SIZE}")
 
 
 def float_dtype(dtype: torch.dtype) -> str:
@@ -94,6 +95,6 @@ def opset_for(dtype: str, opset: int | None) -> int:
     lowest = _MIN_OPSET_BF16 if dtype == "bf16" else _MIN_OPSET
     if opset is None:
         return max(lowest, Phi4MMOnnxConfig.DEFAULT_ONNX_OPSET)
-    if not lowest <= opset <= _MAX_OPSET:
+    if not is_int(opset, lowest, _MAX_OPSET):
         raise ExportError(f"--opset is {opset}, expected {lowest} to {_MAX_OPSET} for --dtype {dtype}")
     return opset

@@ -87,33 +87,39 @@ def check_output(output: Path) -> None:
         ExportError: when `output` is a file or a folder with anything in it, or lies where nothing can be
             written.
     """
-    if output.is_dir():
-        found = sorted(path.name for path in output.iterdir())
-        if found:
-            raise ExportError(
-                f"{output} already holds {found[0]} (entries: {len(found)}): give an empty or new folder"
-            )
-    elif os.path.lexists(output):
-        raise ExportError(f"{output} is not a folder: give an empty or new one")
-    parent = _stage_parent(output.absolute())
-    existing = next(path for path in (parent, *parent.parents) if os.path.lexists(path))
-    if not existing.is_dir():
-        raise ExportError(f"{output} can't be made: {existing} is not a folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ExportError(f"{output} can't be made: {existing} is not writable")
+    try:
+        if output.is_dir():
+            found = sorted(path.name for path in output.iterdir())
+            if found:
+                raise ExportError(
+                    f"{output} already holds {found[0]} (entries: {len(found)}): give an empty or new folder"
+                )
+        elif os.path.lexists(output):
+            raise ExportError(f"{output} is not a folder: give an empty or new one")
+        parent = _stage_parent(output.absolute())
+        existing = next(path for path in (parent, *parent.parents) if os.path.lexists(path))
+        if not existing.is_dir():
+            raise ExportError(f"{output} can't be made: {existing} is not a folder")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise ExportError(f"{output} can't be made: {existing} is not writable")
+    except OSError as error:
+        raise ExportError(f"{output} can't be made: {error}") from error
 
 
-def check_space(output: Path, needed: int) -> None:
-    """Refuse an export that the disk can't hold, before anything is written.
+def check_space(folder: Path, needed: int) -> None:
+    """Refuse an export that the disk can't hold, before any weight is written.
+
+    Args:
+        folder: where the package is being written.
+        needed: bytes.
 
     Raises:
         ExportError: with the bytes needed and free.
     """
-    existing = next(path for path in (output, *output.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(folder).free
     if free < needed:
         raise ExportError(
-            f"the package needs {needed / 1e9:.2f} GB and {existing} has {free / 1e9:.2f} GB free: "
+            f"the package needs {needed / 1e9:.2f} GB and {folder.parent} has {free / 1e9:.2f} GB free: "
             "free some space, choose another folder or a smaller --dtype"
         )
 
@@ -131,7 +137,7 @@ def staged(output: Path) -> Iterator[Path]:
     folder = None
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=parent))
+        folder = Path(tempfile.mkdtemp(prefix=f".{output.name[:40]}.", suffix=".partial", dir=parent))
         yield folder
         _move_into_place(folder, output)
     except BaseException as error:

@@ -101,6 +101,16 @@ def test_a_target_that_holds_something_is_refused(tmp_path):
         check_output(tmp_path / "kept")
 
 
+def test_a_name_that_no_file_system_takes_is_refused(tmp_path):
+    with pytest.raises(ExportError, match="too long"):
+        check_output(tmp_path / ("x" * 300))
+
+
+def test_a_long_name_is_taken(tmp_path):
+    fill(tmp_path / ("ü" * 127))  # 254 of 255 bytes
+    assert entries(tmp_path / ("ü" * 127)) == WHOLE
+
+
 def test_too_little_space_is_refused_with_both_numbers(tmp_path):
     with pytest.raises(ExportError, match=r"needs 1000000000\.00 GB .* free"):
-        check_space(tmp_path / "a" / "b", 10**18)
+        check_space(tmp_path, 10**18)
