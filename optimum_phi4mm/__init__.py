@@ -9,15 +9,21 @@ from . import registration
 
 
 if TYPE_CHECKING:
-    from .errors import CheckpointError, ExportError, Phi4MMError, ValidationError
+    from .errors import CheckpointError, ExportError, InputError, PackageError, Phi4MMError, ValidationError
     from .exporter.package import Package
     from .registration import export
+    from .runtime.modeling import ORTModelForPhi4MM
+    from .runtime.processing import Phi4MMProcessor
 
 _PUBLIC = {
     "CheckpointError": ".errors",
     "ExportError": ".errors",
+    "InputError": ".errors",
+    "ORTModelForPhi4MM": ".runtime.modeling",
     "Package": ".exporter.package",
+    "PackageError": ".errors",
     "Phi4MMError": ".errors",
+    "Phi4MMProcessor": ".runtime.processing",
     "ValidationError": ".errors",
     "export": ".registration",
 }
@@ -25,8 +31,12 @@ _PUBLIC = {
 __all__ = [
     "CheckpointError",
     "ExportError",
+    "InputError",
+    "ORTModelForPhi4MM",
     "Package",
+    "PackageError",
     "Phi4MMError",
+    "Phi4MMProcessor",
     "ValidationError",
     "export",
 ]

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 
-__all__ = ["CheckpointError", "ExportError", "Phi4MMError", "ValidationError"]
+__all__ = [
+    "CheckpointError",
+    "ExportError",
+    "InputError",
+    "PackageError",
+    "Phi4MMError",
+    "ValidationError",
+]
 
 
 class Phi4MMError(Exception):
@@ -21,6 +28,14 @@ class CheckpointError(Phi4MMError, ValueError):
 
 class ExportError(Phi4MMError, ValueError):
     """An export that can't be done as asked."""
+
+
+class PackageError(Phi4MMError, ValueError):
+    """An exported package that is incomplete or was not written by this exporter."""
+
+
+class InputError(Phi4MMError, ValueError):
+    """A prompt, picture, recording or call that the model can't be run on."""
 
 
 class ValidationError(Phi4MMError, ValueError):

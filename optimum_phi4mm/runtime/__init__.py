@@ -1,0 +1,1 @@
+"""How an exported package is run. Nothing in here needs the exporter."""
