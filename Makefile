@@ -18,7 +18,7 @@ demo: $(VENV)/demo.stamp
 	$(BIN)/python examples/demo.py $(DEMO)/package $(DEMO)/reference
 
 test: $(VENV)/tests.stamp
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/quality.stamp
 	$(BIN)/ruff check .

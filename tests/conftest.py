@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -14,7 +15,9 @@ from reference import Differences, Reference, load_reference
 from synthetic_checkpoint import write_checkpoint
 
 
-torch.set_num_threads(2)
+# Two workers of pytest-xdist share two cores.
+NUM_THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+torch.set_num_threads(NUM_THREADS)
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -22,6 +25,20 @@ Package = Mapping[str, Any]
 
 
 _DIFFERENCES = Differences()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker hands what it found to the process that prints the table."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["differences"] = [
+            [*case, *found] for case, found in _DIFFERENCES.largest.items()
+        ]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    for component, case, difference, bound in getattr(node, "workeroutput", {}).get("differences", ()):
+        _DIFFERENCES.keep(component, case, float(difference), float(bound))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -153,9 +170,9 @@ def package(export_package: Callable[..., Package]) -> Package:
 
 
 def open_session(path: Path, optimized: bool = True) -> onnxruntime.InferenceSession:
-    """A session on two threads, with ONNX Runtime's optimisations on or off."""
+    """A session with ONNX Runtime's optimisations on or off."""
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 2
+    options.intra_op_num_threads = NUM_THREADS
     options.log_severity_level = 3  # it warns about every overridable initialiser
     options.enable_cpu_mem_arena = False  # an arena keeps what 37 crops took, in every session
     levels = onnxruntime.GraphOptimizationLevel

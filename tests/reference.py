@@ -76,12 +76,16 @@ class Differences:
             difference: largest relative difference, see `reference.relative_difference`.
             bound: what it may be.
         """
-        known = self.largest.get((component, case), (-1.0, bound))
-        if not difference <= known[0]:
-            self.largest[component, case] = (difference, bound)
+        self.keep(component, case, float(difference), float(bound))
         assert difference <= bound, (
             f"{component}, {case}: differs by {difference:.3g}, the bound is {bound:.3g}"
         )
+
+    def keep(self, component: str, case: str, difference: float, bound: float) -> None:
+        """Keep the larger of this difference and the known one; one that is no number is the largest."""
+        known = self.largest.get((component, case), (-1.0, bound))
+        if not difference <= known[0]:
+            self.largest[component, case] = (difference, bound)
 
     def table(self) -> list[str]:
         """Rows of the table, its heading first."""
