@@ -41,7 +41,7 @@ class Phi4MMImageProcessor(BaseImageProcessor):
         rescale_factor: what 8-bit samples are multiplied with first.
         do_rescale, do_normalize: whether these two steps are done.
         resample: PIL filter of the global view: 0 nearest, 2 bilinear, 3 bicubic.
-        kwargs: other fields of a preprocessor_config.json, which don't concern pictures.
+        kwargs: the fields of a preprocessor_config.json that don't concern pictures; dropped.
     """
 
     model_input_names = ("image_pixel_values", "image_sizes", "image_attention_mask")
@@ -59,7 +59,7 @@ class Phi4MMImageProcessor(BaseImageProcessor):
         resample: int = 3,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        super().__init__()
         self.size = size or {"height": 448, "width": 448}
         self.patch_size = patch_size
         self.dynamic_hd = dynamic_hd

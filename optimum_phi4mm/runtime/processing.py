@@ -79,19 +79,20 @@ class Phi4MMProcessor(ProcessorMixin):
         kwargs.pop("trust_remote_code", None)
         hub_options = {name: kwargs.pop(name) for name in _HUB_OPTIONS if name in kwargs}
         folder = _local_files(pretrained_model_name_or_path, subfolder, hub_options)
-        raw = read_config(folder)
-        # The original layout's token ids are in no file of it; they are the native config's defaults.
-        config = Phi4MultimodalConfig.from_dict(
-            {"vision_config": {}, "audio_config": {}} if is_phi4mm(raw) else raw
-        )
+        raw = read_config(folder) if (folder / "config.json").is_file() else None  # a processor saved alone
         settings = read_json(folder / _PREPROCESSOR) if (folder / _PREPROCESSOR).is_file() else {}
         for key in ("auto_map", "processor_class", "image_processor_type", "feature_extractor_type"):
             settings.pop(key, None)
+        if not (folder / "tokenizer_config.json").is_file():
+            raise CheckpointError(f"{folder} has no tokenizer_config.json: it holds no processor")
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **kwargs)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"{folder} has no tokenizer that can be read: {error}") from error
         if not hasattr(tokenizer, "image_token"):
+            # The original layout's placeholders are in no file of it; they are the native config's defaults.
+            native: dict[str, Any] = {"vision_config": {}, "audio_config": {}}
+            config = Phi4MultimodalConfig.from_dict(native if raw is None or is_phi4mm(raw) else raw)
             ids = (config.vision_config.image_token_id, config.audio_config.audio_token_id)
             image_token, audio_token = tokenizer.convert_ids_to_tokens(list(ids))
             tokenizer._set_model_specific_special_tokens(
