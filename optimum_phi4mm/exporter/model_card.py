@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -170,7 +171,7 @@ def _differences(package: Package) -> str:
     rows = "\n".join(_largest_differences(package))
     return (
         f"{heading}Largest absolute difference to the torch model, which computes in float32 with the same "
-        f"weights, on random inputs:\n\n| model | output | difference |\n|---|---|---|\n{rows}"
+        f"weights, on random inputs:\n\n| model | output | at most |\n|---|---|---|\n{rows}"
     )
 
 
@@ -185,7 +186,12 @@ def _largest_differences(package: Package) -> Iterator[str]:
             label = f"{match[1]}.*" if match else name
             largest[label] = max(difference, largest.get(label, 0.0))
         for label, difference in largest.items():
-            yield f"| {key} | `{label}` | {difference:.1e} |"
+            yield f"| {key} | `{label}` | {_at_most(difference)} |"
+
+
+def _at_most(difference: float) -> str:
+    """The next power of ten: rounding errors vary with threads and processors, and the card shall not."""
+    return f"1e{math.ceil(math.log10(difference)):+03d}" if difference else "0"
 
 
 def _run(package: Package) -> str:

@@ -146,9 +146,12 @@ class ORTModelForPhi4MM(ORTModel, GenerationMixin):
             except OSError:  # the config's own ids do, too
                 generation_config = GenerationConfig.from_model_config(config)
         generation_config.use_cache = use_cache
-        names, options = prepare_providers_and_provider_options(
-            provider=provider, providers=providers, provider_options=provider_options
-        )
+        try:
+            names, options = prepare_providers_and_provider_options(
+                provider=provider, providers=providers, provider_options=provider_options
+            )
+        except ValueError as error:  # names the available ones
+            raise InputError(str(error)) from error
         sessions = Sessions(locate, names, options, session_options)
         model = cls(
             config=config,
