@@ -16,6 +16,9 @@ demo: $(VENV)/demo.stamp
 	$(BIN)/python tests/synthetic_checkpoint.py $(DEMO)/reference --layout phi4_multimodal --original-max-position 4096
 	$(BIN)/optimum-cli export onnx --model $(DEMO)/checkpoint $(DEMO)/package
 	$(BIN)/python examples/demo.py $(DEMO)/package $(DEMO)/reference
+	$(BIN)/optimum-cli phi4mm inspect $(DEMO)/package
+	$(BIN)/optimum-cli phi4mm generate --model $(DEMO)/package --prompt "Answer the question that is asked." \
+		--image examples/data/picture.jpg --audio examples/data/recording.flac --max_new_tokens 16
 
 test: $(VENV)/tests.stamp
 	$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -93,26 +93,36 @@ class Phi4MMImageProcessor(BaseImageProcessor):
                 f"{', '.join(kwargs)} is no option: the checkpoint's files say how pictures are cut"
             )
         sources = images if isinstance(images, (list, tuple)) else [images]
-        crops, masks, sizes = zip(*(self._cut(load_image(source)) for source in sources), strict=True)
-        most = max(len(picture) for picture in crops)
-        pixel_values = crops[0].new_zeros(len(crops), most, *crops[0].shape[1:])
-        attention_mask = masks[0].new_ones(len(masks), most, *masks[0].shape[1:])
-        for index, (picture, mask) in enumerate(zip(crops, masks, strict=True)):
-            pixel_values[index, : len(picture)] = picture
-            attention_mask[index, : len(mask)] = mask
+        side = self.size["height"]
+        pictures = [self._fitted(load_image(source)) for source in sources]
+        sizes = [(pixels.shape[1], pixels.shape[2]) for pixels, _ in pictures]
+        grids = [(height // side, width // side) for height, width in sizes]
+        most = 1 + max(rows * columns for rows, columns in grids)
+        patches = side // self.patch_size
+        pixel_values = torch.empty(len(pictures), most, 3, side, side)
+        attention_mask = torch.ones(len(pictures), most, patches, patches)
+        mode = _MODES[self.resample]
+        align = None if mode == "nearest" else False
+        for index, ((pixels, mask), (rows, columns)) in enumerate(zip(pictures, grids, strict=True)):
+            count = 1 + rows * columns
+            pixel_values[index, 0] = interpolate(pixels[None], (side, side), mode=mode, align_corners=align)[
+                0
+            ]
+            for values, whole in ((pixel_values, pixels), (attention_mask, mask[None])):
+                cut = whole.unflatten(2, (columns, -1)).unflatten(1, (rows, -1)).permute(1, 3, 0, 2, 4)
+                values[index, 1:count].view(cut.shape).copy_(cut)
+            pixel_values[index, count:] = 0
         data = {
             "image_pixel_values": pixel_values,
             "image_sizes": torch.tensor(sizes, dtype=torch.int64),
             "image_attention_mask": attention_mask,
         }
         features = BatchFeature(data, tensor_type=return_tensors)
-        features["num_img_tokens"] = [
-            self._num_tokens(mask, size) for mask, size in zip(masks, sizes, strict=True)
-        ]
+        features["num_img_tokens"] = [_num_tokens(mask, patches // 2) for _, mask in pictures]
         return features
 
-    def _cut(self, picture: Any) -> tuple[Tensor, Tensor, tuple[int, int]]:
-        """Crops (1 + rows * columns, 3, S, S) with their masks, and the padded height and width."""
+    def _fitted(self, picture: Any) -> tuple[Tensor, Tensor]:
+        """A picture in a grid of crops, normalised (3, height, width), and its patches' mask."""
         side = self.size["height"]
         columns, rows = _grid(picture.width, picture.height, side, self.dynamic_hd)
         height, width = rows * side, columns * side
@@ -131,23 +141,15 @@ class Phi4MMImageProcessor(BaseImageProcessor):
             pixels = interpolate(
                 pixels[None].contiguous(), (inner_height, inner_width), mode="bilinear", antialias=True
             )[0]
-        padded = torch.full((3, height, width), _WHITE, dtype=torch.float32)
+        padded = torch.empty(3, height, width)
         padded[:, :inner_height, :inner_width] = pixels
-        padded = self._normalised(padded)
+        padded[:, inner_height:] = padded[:, :, inner_width:] = _WHITE
 
         patches = side // self.patch_size
         mask = torch.ones(rows * patches, columns * patches)
         mask[mask.shape[0] - (height - inner_height) // self.patch_size :] = 0
         mask[:, mask.shape[1] - (width - inner_width) // self.patch_size :] = 0
-
-        mode = _MODES[self.resample]
-        align = None if mode == "nearest" else False
-        whole = interpolate(padded[None], (side, side), mode=mode, align_corners=align)
-        parts = padded.view(3, rows, side, columns, side).permute(1, 3, 0, 2, 4).reshape(-1, 3, side, side)
-        mask_parts = mask.view(rows, patches, columns, patches).transpose(1, 2).reshape(-1, patches, patches)
-        crops = torch.cat([whole, parts])
-        masks = torch.cat([torch.ones(1, patches, patches), mask_parts])
-        return crops, masks, (height, width)
+        return self._normalised(padded), mask
 
     def _normalised(self, samples: Tensor) -> Tensor:
         mean, std = (torch.tensor(values)[:, None, None] for values in (self.image_mean, self.image_std))
@@ -157,14 +159,11 @@ class Phi4MMImageProcessor(BaseImageProcessor):
             samples *= self.rescale_factor
         return samples.sub_(mean).div_(std) if self.do_normalize else samples
 
-    def _num_tokens(self, masks: Tensor, size: tuple[int, int]) -> int:
-        """Tokens of one picture: the global view's and its row ends, a separator, the crops' and theirs."""
-        side = self.size["height"]
-        grid = side // self.patch_size // 2  # tokens per side of a crop, after pooling 2x2
-        rows, columns = size[0] // side, size[1] // side
-        kept = masks[1:, ::2, ::2].view(rows, columns, grid, grid).transpose(1, 2)
-        kept = kept.reshape(rows * grid, columns * grid)
-        return grid * (grid + 1) + 1 + int(kept.sum()) + int(kept[:, 0].sum())
+
+def _num_tokens(mask: Tensor, grid: int) -> int:
+    """Tokens of one picture: the global view's `grid` rows with their ends, a separator, the crops' rows."""
+    kept = mask[::2, ::2]  # patches are pooled 2x2
+    return grid * (grid + 1) + 1 + int(kept.sum()) + int(kept[:, 0].sum())
 
 
 def _grid(width: int, height: int, side: int, most: int) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -86,12 +87,6 @@ def test_the_command_exports_from_the_hub_by_the_models_name(
     assert len(server.downloaded) == len(set(server.downloaded))
 
 
-UPLOAD = """
-import sys
-from optimum_phi4mm import ORTModelForPhi4MM
-model = ORTModelForPhi4MM.from_pretrained(sys.argv[1])
-print(model.push_to_hub("me/phi4-onnx", private=True))
-"""
 ANSWER = """
 import json, sys
 import numpy as np
@@ -108,7 +103,7 @@ print(json.dumps(model.generate(**inputs, max_new_tokens=6, do_sample=False).tol
 def test_a_package_goes_to_the_hub_and_back_with_only_the_files_that_are_needed(
     server, run, package, tmp_path
 ):
-    told = run("-c", UPLOAD, package.path)
+    told = run(PROJECT / "examples" / "upload.py", "me/phi4-onnx", package.path)
     assert f"{server.endpoint}/me/phi4-onnx" in told.stdout
     (created,) = server.created
     assert (created["organization"], created["name"], created["private"]) == ("me", "phi4-onnx", True)
@@ -116,6 +111,8 @@ def test_a_package_goes_to_the_hub_and_back_with_only_the_files_that_are_needed(
     for name, content in server.repositories["me/phi4-onnx"].items():
         assert content == (package.path / name).read_bytes(), name
 
+    shutil.rmtree(tmp_path / "home")  # the example has downloaded again what it uploaded
+    server.downloaded.clear()
     question = "<|user|>Hello<|end|><|assistant|>"
     server.cut.add("model.onnx_data")
     cut = run("-c", ANSWER, "me/phi4-onnx", question, status=1)
