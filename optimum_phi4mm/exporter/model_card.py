@@ -44,6 +44,20 @@ with one setting for the whole generation, by what the prompt holds:
 Left out, both adapters are active, which is none of these.
 """
 
+# What a prompt of each variant holds beside its text: marker, argument, text.
+_MEDIA = {
+    "speech": ("<|audio_1|>", ', audio="recording.flac"', "Write down what is said."),
+    "text": ("", "", "Hello!"),
+}
+_PICTURE = ("<|image_1|>", ', images="picture.jpg"', "What is it?")
+
+_ANSWER = """from optimum_phi4mm import ORTModelForPhi4MM, Phi4MMProcessor  # optimum-phi4mm[media]
+
+processor, model = Phi4MMProcessor.from_pretrained("."), ORTModelForPhi4MM.from_pretrained(".")
+inputs = processor("<|user|>{marker}{text}<|end|><|assistant|>"{argument})
+tokens = model.generate(**inputs, max_new_tokens=64)[:, inputs["input_ids"].shape[1] :]
+print(processor.batch_decode(tokens, skip_special_tokens=True)[0])"""
+
 _SNIPPET = """import numpy as np
 import onnxruntime
 from transformers import AutoTokenizer
@@ -195,7 +209,7 @@ def _at_most(difference: float) -> str:
 
 
 def _run(package: Package) -> str:
-    """How to run a text prompt, with the package's own sizes."""
+    """How to get an answer, and how to run the graphs themselves, with the package's own sizes."""
     if package.dtype == "bf16":
         return (
             "## Run\n\nbfloat16 graphs need an execution provider that has its kernels; ONNX Runtime's CPU "
@@ -213,4 +227,10 @@ def _run(package: Package) -> str:
         layers=len(caches) // 2,
         gates=gates if "adapter_gates" in model.inputs else "",
     )
-    return f"## Run\n\nFrom this folder, the logits of a text prompt:\n\n```python\n{code}\n```"
+    marker, argument, text = _MEDIA.get(package.variant, _PICTURE)
+    answer = _ANSWER.format(marker=marker, argument=argument, text=text)
+    return (
+        "## Run\n\nFrom this folder, or with the repository's id in the place of each dot:\n\n"
+        f"```python\n{answer}\n```\n\n"
+        f"With ONNX Runtime alone, the logits of a text prompt:\n\n```python\n{code}\n```"
+    )

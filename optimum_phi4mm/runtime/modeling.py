@@ -308,19 +308,19 @@ class ORTModelForPhi4MM(ORTModel, GenerationMixin):
         else:
             positions = np.broadcast_to(as_array(position_ids), ids.shape).astype(np.int64, copy=False)
 
+        media = {
+            "image_pixel_values": image_pixel_values,
+            "image_sizes": image_sizes,
+            "image_attention_mask": image_attention_mask,
+            "audio_input_features": audio_input_features,
+            "audio_embed_sizes": audio_embed_sizes,
+            "audio_attention_mask": audio_attention_mask,
+        }
         if past_key_values is None:
-            if features is None:
-                features = self.encode(
-                    ids,
-                    image_pixel_values=image_pixel_values,
-                    image_sizes=image_sizes,
-                    image_attention_mask=image_attention_mask,
-                    audio_input_features=audio_input_features,
-                    audio_embed_sizes=audio_embed_sizes,
-                    audio_attention_mask=audio_attention_mask,
-                )
+            features = self.encode(ids, **media) if features is None else features
             cache = Phi4MMCache(features, ids, mask, positions)
         else:
+            _refuse_late(media)
             old = past_key_values
             cache = Phi4MMCache(
                 old.features,
@@ -480,7 +480,9 @@ class ORTModelForPhi4MM(ORTModel, GenerationMixin):
         The stock method repeats these tensors item by item, which mixes up several pictures of one prompt.
         """
         media = {name: model_kwargs.pop(name) for name in _MEDIA if name in model_kwargs}
-        if model_kwargs.get("past_key_values") is None and "features" not in model_kwargs:
+        if model_kwargs.get("past_key_values") is not None:
+            _refuse_late(media)
+        elif "features" not in model_kwargs:
             limit = self.config.max_position_embeddings
             if input_ids.shape[1] > limit:
                 raise InputError(
@@ -547,6 +549,15 @@ class ORTModelForPhi4MM(ORTModel, GenerationMixin):
             if path.is_file():
                 files.append(path)
         return files
+
+
+def _refuse_late(media: dict[str, Any]) -> None:
+    late = [name for name, value in media.items() if value is not None]
+    if late:
+        raise InputError(
+            f"{', '.join(late)} came with past_key_values, but a cache goes on with text only: give the "
+            "whole prompt without it"
+        )
 
 
 def _joined(parts: list[RowGroup]) -> RowGroup:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
+from PIL import Image
 
 from optimum_phi4mm.exporter.model_card import model_card
 from optimum_phi4mm.exporter.package import Package, PackagedModel, TensorInfo
@@ -125,11 +128,18 @@ def test_is_the_same_wherever_it_is_made(tmp_path):
     assert len(cards) == 1
 
 
-def test_its_code_gives_the_logits(package, monkeypatch):
-    card = (package.path / "README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
-    monkeypatch.chdir(package.path)
+@pytest.mark.parametrize("variant", ["gated", "speech", "text"])
+def test_its_code_gives_an_answer_and_the_logits(export_package, tmp_path, monkeypatch, capsys, variant):
+    folder = tmp_path / "package"
+    shutil.copytree(export_package(variant=variant).path, folder)
+    Image.new("RGB", (60, 40)).save(folder / "picture.jpg")
+    soundfile.write(folder / "recording.flac", np.zeros(8000), 16000)
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    answer, graphs = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+    monkeypatch.chdir(folder)
+    exec(answer, {})
+    assert capsys.readouterr().out.strip()
     names: dict = {}
-    exec(code, names)
+    exec(graphs, names)
     assert names["logits"].shape == (1, names["ids"].size, 200064)
     assert np.isfinite(names["logits"]).all()

@@ -428,3 +428,24 @@ def test_a_prompt_past_the_context_is_refused_before_any_model_runs(model, monke
     for call in (model, model.generate):
         with pytest.raises(InputError, match=f"{limit + 1} tokens.*{limit}"):
             call(input_ids=torch.ones(1, limit + 1, dtype=torch.int64))
+
+
+def test_pictures_that_come_after_the_cache_are_refused(model):
+    inputs = PROMPTS["image"]().inputs()
+    cache = model(**inputs).past_key_values
+    ids = torch.cat([inputs["input_ids"], token_ids(2, 0)], 1)
+    media = {name: value for name, value in inputs.items() if name.startswith("image_")}
+    with pytest.raises(InputError, match=r"image_pixel_values.*text only"):
+        model(input_ids=ids[:, -2:], past_key_values=cache, **media)
+    with pytest.raises(InputError, match=r"image_pixel_values.*text only"):
+        model.generate(input_ids=ids, past_key_values=cache, max_new_tokens=2, **media)
+
+
+def test_a_conversation_goes_on_from_its_cache(model):
+    first = PROMPTS["image"]().inputs()
+    answered = model.generate(**first, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    more = torch.cat([answered.sequences, token_ids(5, 3)], 1)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    found = model.generate(input_ids=more, past_key_values=answered.past_key_values, **options)
+    whole = {**first, "input_ids": more, "attention_mask": torch.ones_like(more)}
+    assert torch.equal(found, model.generate(**whole, **options))
