@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -75,11 +75,13 @@ class ORTModelForPhi4MM(ORTModel, GenerationMixin):
         *,
         config: Any,
         sessions: Sessions,
+        file: Callable[[str], Path],
         use_io_binding: bool | None = None,
         generation_config: GenerationConfig | None = None,
         model_save_dir: str | Path | TemporaryDirectory | None = None,
     ) -> None:
         self.sessions = sessions
+        self._file = file  # gives the path of one of the package's files, after a download where need be
         super().__init__(
             config=config,
             session=sessions["model"],
@@ -142,8 +144,8 @@ class ORTModelForPhi4MM(ORTModel, GenerationMixin):
 
         if generation_config is None:
             try:
-                generation_config = GenerationConfig.from_pretrained(file("config.json").parent)
-            except OSError:  # the config's own ids do, too
+                generation_config = GenerationConfig.from_pretrained(file("generation_config.json").parent)
+            except OSError:  # there is none; the config's own ids do
                 generation_config = GenerationConfig.from_model_config(config)
         generation_config.use_cache = use_cache
         try:
@@ -153,15 +155,14 @@ class ORTModelForPhi4MM(ORTModel, GenerationMixin):
         except ValueError as error:  # names the available ones
             raise InputError(str(error)) from error
         sessions = Sessions(locate, names, options, session_options)
-        model = cls(
+        return cls(
             config=config,
             sessions=sessions,
+            file=file,
             use_io_binding=use_io_binding,
             generation_config=generation_config,
             model_save_dir=model_save_dir or locate("model").parent,
         )
-        model._file = file
-        return model
 
     @classmethod
     def _export(

@@ -120,6 +120,7 @@ def test_a_package_goes_to_the_hub_and_back_with_only_the_files_that_are_needed(
     text = run("-c", ANSWER, "me/phi4-onnx", question)
     assert [name for name, _ in server.ranges] == ["model.onnx_data"]
     assert not [name for name in server.downloaded if name.startswith(("vision.onnx", "speech.onnx"))]
+    assert "generation_config.json" in server.downloaded  # else it would not stop where it should
     assert len(server.downloaded) == len(set(server.downloaded))
     local = run("-c", ANSWER, package.path, question)
     assert json.loads(text.stdout) == json.loads(local.stdout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 
@@ -73,7 +74,9 @@ def test_a_plain_prompt_with_a_picture_goes_through_the_pipeline(model, processo
 def test_optimums_conventions(model, folder):
     assert model.can_generate() and model.main_input_name == "input_ids"
     assert model.device == torch.device("cpu") and model.dtype == torch.float32
-    assert model.config.model_type == "phi4_multimodal" and model.generation_config.eos_token_id
+    assert model.config.model_type == "phi4_multimodal"
+    written = json.loads((folder / "generation_config.json").read_text())
+    assert model.generation_config.eos_token_id == written["eos_token_id"] == [200020, 199999]
     assert model.providers == ["CPUExecutionProvider"] and model.use_io_binding is False
     assert model.to("cpu") is model and model.to(torch.float16) is model
     assert model.path.name == "model.onnx" and model.model_save_dir == folder
