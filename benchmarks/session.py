@@ -32,7 +32,13 @@ def run(package: str, kind: str) -> None:
     model.generate(**processor(PROMPTS[kind], **media), max_new_tokens=2)
     end = time.perf_counter()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    resident = next(
+        int(line.split()[1])
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmRSS")
+    )
     found = {"load": loaded - start, "answer": end - loaded, "before": before / 1e6, "peak": peak / 1e6}
+    found["resident"] = resident / 1e6
     print(json.dumps({**found, "models": model.sessions.loaded}))
 
 
@@ -46,7 +52,8 @@ def main() -> None:
         found = json.loads(ended.stdout.splitlines()[-1])
         print(
             f"{kind:10} from_pretrained {found['load']:.2f} s, prompt and 2 tokens {found['answer']:.2f} s, "
-            f"peak {found['peak']:.2f} GB ({found['before']:.2f} GB before), {', '.join(found['models'])}"
+            f"peak {found['peak']:.2f} GB, at the end {found['resident']:.2f} GB ({found['before']:.2f} GB "
+            f"before), {', '.join(found['models'])}"
         )
     return None
 
