@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 from huggingface_hub import HfApi, hf_hub_download
 from onnxruntime import OrtValue, SessionOptions
@@ -433,14 +434,26 @@ class ORTModelForPhi4MM(ORTModel, GenerationMixin):
         """Embeddings of some rows' newest tokens, (rows, count, hidden)."""
         features = cache.features.select(rows)
         ids = cache.input_ids[rows, -count:]
-        whole = count == cache.input_ids.shape[1]  # the placeholders are in the prompt, at the beginning
-        absent = np.zeros((0, self.config.hidden_size), self._numpy_dtype)
-        inputs = {
-            "input_ids": ids,
-            "image_features": np.concatenate(features.image) if whole else absent,
-            "speech_features": np.concatenate(features.speech) if whole else absent,
-        }
+        whole = count == cache.input_ids.shape[1]  # the prompt's placeholders are in it, at the beginning
+        inputs = {"input_ids": ids}
+        for name, known, token_id in (
+            ("image_features", features.image, self.config.vision_config.image_token_id),
+            ("speech_features", features.speech, self.config.audio_config.audio_token_id),
+        ):
+            parts = [np.zeros((0, self.config.hidden_size), self._numpy_dtype)]
+            for row, places in enumerate((ids == token_id).sum(1)):
+                own = known[row] if whole else known[row][:0]
+                parts.append(own)
+                if places > len(own):  # the answer has placeholders: they stand for themselves, as any token
+                    parts.append(np.repeat(self._token_embedding(token_id), places - len(own), axis=0))
+            inputs[name] = np.concatenate(parts)
         return self.sessions.run("embedding", ["inputs_embeds"], inputs)[0].numpy()
+
+    def _token_embedding(self, token_id: int) -> np.ndarray:
+        """A placeholder's own row of the embedding table, (1, hidden); the graph always replaces it."""
+        table = ir.load(self.sessions.locate("embedding")).graph.initializers["embedding.embed_tokens.weight"]
+        assert table.const_value is not None  # mapped from the file, not read
+        return np.array(table.const_value.numpy()[token_id][None])
 
     def _no_past(self, num_rows: int) -> np.ndarray:
         head_size = self.config.hidden_size // self.config.num_attention_heads

@@ -22,7 +22,12 @@ from reference import (
     relative_difference,
     token_ids,
 )
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from optimum_phi4mm import InputError, ORTModelForPhi4MM
@@ -204,6 +209,40 @@ def test_io_binding_changes_nothing(model):
         assert generated(model, inputs) == plain
     finally:
         model.use_io_binding = False
+
+
+class Placeholders(LogitsProcessor):
+    """Makes every third token of an answer the image's placeholder and the next one the audio's."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.step = getattr(self, "step", -1) + 1
+        if self.step % 3 == 2:
+            return scores
+        forced = torch.full_like(scores, -1e9)
+        forced[:, (IMAGE_TOKEN, AUDIO_TOKEN)[self.step % 3]] = 0
+        return forced
+
+
+@pytest.mark.parametrize("kind", ["text", "image and audio"])
+def test_placeholders_in_an_answer_are_tokens_like_any_other(model, reference, kind):
+    prompt = PROMPTS[kind]()
+    options = [
+        {"max_new_tokens": 12, "logits_processor": LogitsProcessorList([Placeholders()])} for _ in "ab"
+    ]
+    expected = expected_tokens(reference, prompt, **options[0])
+    assert IMAGE_TOKEN in expected[0] and AUDIO_TOKEN in expected[0]
+    assert generated(model, prompt.inputs(), **options()) == expected
+
+
+def test_placeholders_in_an_answer_outlive_the_switch(near, reference_of):
+    prompt = make_prompt(text=SWITCH - 4, seed=66)
+    options = {"max_new_tokens": 9, "logits_processor": LogitsProcessorList([Placeholders()])}
+    tokens = generated(near, prompt.inputs(), **options)[0]
+    whole = torch.cat([prompt.input_ids, torch.tensor([tokens])], 1)
+    for step in (2, 5, 8):  # the free ones
+        embeds = reference_of().text_embeddings(whole[:, : prompt.input_ids.shape[1] + step])
+        logits = reference_of().decode(embeds, adapter=None, logits_to_keep=1).logits
+        assert int(logits.argmax()) == tokens[step]
 
 
 # --- the LongRoPE switch -----------------------------------------------------------------------------------
