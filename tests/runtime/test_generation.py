@@ -226,10 +226,11 @@ class Placeholders(LogitsProcessor):
 @pytest.mark.parametrize("kind", ["text", "image and audio"])
 def test_placeholders_in_an_answer_are_tokens_like_any_other(model, reference, kind):
     prompt = PROMPTS[kind]()
-    options = [
-        {"max_new_tokens": 12, "logits_processor": LogitsProcessorList([Placeholders()])} for _ in "ab"
-    ]
-    expected = expected_tokens(reference, prompt, **options[0])
+
+    def options() -> dict[str, Any]:
+        return {"max_new_tokens": 12, "logits_processor": LogitsProcessorList([Placeholders()])}
+
+    expected = expected_tokens(reference, prompt, **options())
     assert IMAGE_TOKEN in expected[0] and AUDIO_TOKEN in expected[0]
     assert generated(model, prompt.inputs(), **options()) == expected
 
