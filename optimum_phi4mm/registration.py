@@ -62,15 +62,11 @@ def export(model: str | Path, output: str | Path, *, variant: str = "default", *
     """
     from optimum.exporters.onnx import main_export
 
-    from .checkpoint import raw_config
+    from .checkpoint import HUB_OPTIONS, raw_config
     from .configuration import MODEL_TYPES
     from .errors import CheckpointError, ExportError
 
-    hub_options = {
-        name: options[name]
-        for name in ("subfolder", "revision", "cache_dir", "token", "local_files_only", "force_download")
-        if name in options
-    }
+    hub_options = {name: options[name] for name in HUB_OPTIONS if name in options}
     model_type = (raw_config(str(model), **hub_options) or {}).get("model_type")
     if model_type not in MODEL_TYPES:
         raise CheckpointError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .checkpoint import Checkpoint
-from .hub import raw_config, resolve
+from .hub import HUB_OPTIONS, download, raw_config, resolve
 from .lora import ADAPTERS, LORA_TARGETS, LoraAdapter, fold
 from .names import from_adapter, from_native, from_original, leaf_from_native
 from .reader import StoredTensor
@@ -11,10 +11,12 @@ from .reader import StoredTensor
 
 __all__ = [
     "ADAPTERS",
+    "HUB_OPTIONS",
     "LORA_TARGETS",
     "Checkpoint",
     "LoraAdapter",
     "StoredTensor",
+    "download",
     "fold",
     "from_adapter",
     "from_native",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,10 @@ from ..configuration import is_phi4mm, read_config, read_json
 from ..errors import CheckpointError
 
 
-__all__ = ["raw_config", "resolve"]
+__all__ = ["HUB_OPTIONS", "download", "raw_config", "resolve"]
+
+# What says where on the Hub something lies and how it is fetched, as in `huggingface_hub`.
+HUB_OPTIONS = ("subfolder", "revision", "cache_dir", "token", "local_files_only", "force_download")
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt")
 _ADAPTER_FILES = tuple(
@@ -62,18 +65,46 @@ def resolve(
     name = str(model_name_or_path)
     with _hub_errors(name):
         config = Path(hf_hub_download(name, "config.json", subfolder=subfolder or None, **options))
-    raw = read_config(config.parent)
+    raw = read_config(config.parent)  # another model is refused before its weights are fetched
+    # A pattern's * matches slashes too, so what lies in deeper folders must be excluded by itself.
+    folder = download(name, _FILES, ("*/*",), subfolder=subfolder, **options)
+    if not is_phi4mm(raw):
+        download(name, _ADAPTER_FILES, subfolder=subfolder, **options)
+    return folder
+
+
+def download(
+    model_name_or_path: str | Path,
+    files: Sequence[str],
+    but: Sequence[str] = (),
+    *,
+    subfolder: str = "",
+    **options: Any,
+) -> Path:
+    """The local folder that holds some of a model's files, downloaded first where it is on the Hub.
+
+    Args:
+        model_name_or_path: a local folder, which is given back as it is, or the id of a Hub repository.
+        files: patterns of the files to download, in the subfolder.
+        but: patterns of files that are not, though `files` fits them.
+        subfolder: where in it the files lie.
+        options: the other HUB_OPTIONS.
+
+    Raises:
+        CheckpointError: the repository or revision isn't there or can't be reached.
+    """
+    local = _local_folder(model_name_or_path)
+    if local is not None:
+        return local / subfolder
+    name = str(model_name_or_path)
     prefix = f"{subfolder.strip('/')}/" if subfolder else ""
     with _hub_errors(name):
-        # A pattern's * matches slashes too, so what lies in deeper folders must be excluded by itself.
         snapshot = snapshot_download(
             name,
-            allow_patterns=[prefix + file for file in _FILES],
-            ignore_patterns=[prefix + "*/*"],
+            allow_patterns=[prefix + file for file in files],
+            ignore_patterns=[prefix + file for file in but] or None,
             **options,
         )
-        if not is_phi4mm(raw):
-            snapshot_download(name, allow_patterns=[prefix + file for file in _ADAPTER_FILES], **options)
     return Path(snapshot) / subfolder
 
 

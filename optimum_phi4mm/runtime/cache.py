@@ -44,11 +44,12 @@ class RowGroup:
     rows: list[int]
     past: list[OrtValue]
 
-    def select(self, kept: Sequence[int]) -> list[OrtValue]:
-        """Keys and values of some of the group's rows, by their place in the group."""
-        if list(kept) == list(range(len(self.rows))):
+    def select(self, rows: Sequence[int]) -> list[OrtValue]:
+        """Keys and values of some of the group's rows, in this order; a row may come several times."""
+        if rows == self.rows:
             return self.past
-        return [OrtValue.ortvalue_from_numpy(value.numpy()[list(kept)]) for value in self.past]
+        places = [self.rows.index(row) for row in rows]
+        return [OrtValue.ortvalue_from_numpy(value.numpy()[places]) for value in self.past]
 
 
 @dataclass
@@ -83,8 +84,7 @@ class Phi4MMCache:
         self.position_ids = self.position_ids[order]
         groups = {}
         for side, group in self.groups.items():
-            place = {row: index for index, row in enumerate(group.rows)}
-            rows = [new for new, old in enumerate(order) if old in place]
+            rows = [new for new, old in enumerate(order) if old in group.rows]
             if rows:
-                groups[side] = RowGroup(rows, group.select([place[order[row]] for row in rows]))
+                groups[side] = RowGroup(rows, group.select([order[row] for row in rows]))
         self.groups = groups

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import InputError
 
 
-__all__ = ["Pictures", "Recordings", "as_array", "assign"]
+__all__ = ["Pictures", "Recordings", "as_array", "assign", "num_image_tokens"]
 
 
 class Pictures:
@@ -53,11 +53,9 @@ class Pictures:
                 f"image_attention_mask has shape {list(self.masks.shape)}, expected "
                 f"{[count, most, patches, patches]}"
             )
-        half = patches // 2
         for mask, crops, (rows, columns) in zip(self.masks, self.crops, grids, strict=True):
-            kept = mask[1:crops, ::2, ::2].astype(bool).reshape(rows, columns, half, half).swapaxes(1, 2)
-            kept = kept.reshape(rows * half, columns * half)
-            self.tokens.append(int(half * (half + 1) + 1 + kept.sum() + kept[:, 0].sum()))
+            parts = mask[1:crops].astype(bool).reshape(rows, columns, patches, patches).swapaxes(1, 2)
+            self.tokens.append(num_image_tokens(parts.reshape(rows * patches, columns * patches), patches))
 
     def inputs(self, chosen: Sequence[int]) -> dict[str, np.ndarray]:
         """Inputs of `vision.onnx` for some of the pictures, without the crops that are padding."""
@@ -116,6 +114,17 @@ class Recordings:
         if len(chosen) > 1:
             inputs["audio_attention_mask"] = np.arange(frames.max())[None] < frames[:, None]
         return inputs
+
+
+def num_image_tokens(mask: Any, patches: int) -> int:
+    """Tokens of one picture: the global view's rows with their ends, a separator, the crops' rows.
+
+    Args:
+        mask: array or tensor (rows * patches, columns * patches), 0 where a patch of the grid is padding.
+        patches: per side of a crop; they are pooled 2x2.
+    """
+    grid, kept = patches // 2, mask[::2, ::2]
+    return grid * (grid + 1) + 1 + int(kept.sum()) + int(kept[:, 0].sum())
 
 
 def assign(kind: str, places: np.ndarray, tokens: Sequence[int]) -> list[list[int]]:

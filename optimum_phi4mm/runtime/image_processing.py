@@ -15,6 +15,7 @@ from transformers import BatchFeature
 from transformers.image_processing_utils import BaseImageProcessor
 
 from ..errors import InputError
+from .encoder_inputs import num_image_tokens
 from .media import load_image
 
 
@@ -118,7 +119,7 @@ class Phi4MMImageProcessor(BaseImageProcessor):
             "image_attention_mask": attention_mask,
         }
         features = BatchFeature(data, tensor_type=return_tensors)
-        features["num_img_tokens"] = [_num_tokens(mask, patches // 2) for _, mask in pictures]
+        features["num_img_tokens"] = [num_image_tokens(mask, patches) for _, mask in pictures]
         return features
 
     def _fitted(self, picture: Any) -> tuple[Tensor, Tensor]:
@@ -158,12 +159,6 @@ class Phi4MMImageProcessor(BaseImageProcessor):
         if self.do_rescale:
             samples *= self.rescale_factor
         return samples.sub_(mean).div_(std) if self.do_normalize else samples
-
-
-def _num_tokens(mask: Tensor, grid: int) -> int:
-    """Tokens of one picture: the global view's `grid` rows with their ends, a separator, the crops' rows."""
-    kept = mask[::2, ::2]  # patches are pooled 2x2
-    return grid * (grid + 1) + 1 + int(kept.sum()) + int(kept[:, 0].sum())
 
 
 def _grid(width: int, height: int, side: int, most: int) -> tuple[int, int]:

@@ -182,7 +182,7 @@ def _open(source: Any, what: str) -> tuple[Any, str]:
         path = Path(source)
         if not path.is_file():
             raise InputError(f"{path} does not exist")
-        return io.BytesIO(path.read_bytes()) if path.stat().st_size <= _MAX_DOWNLOAD else str(path), str(path)
+        return str(path), str(path)
     if isinstance(source, (bytes, bytearray)):
         return io.BytesIO(source), f"a {what} of {len(source)} bytes"
     if hasattr(source, "read"):

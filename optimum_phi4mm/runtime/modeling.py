@@ -25,6 +25,7 @@ from transformers import AutoModelForImageTextToText, GenerationConfig, Generati
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from ..checkpoint import HUB_OPTIONS
 from ..errors import InputError, PackageError
 from .cache import Phi4MMCache, PromptFeatures, RowGroup
 from .encoder_inputs import Pictures, Recordings, as_array, assign
@@ -170,13 +171,7 @@ class ORTModelForPhi4MM(ORTModel, GenerationMixin):
         cls,
         model_id: str | Path,
         config: Any,
-        subfolder: str = "",
-        revision: str | None = None,
-        force_download: bool = False,
-        local_files_only: bool = False,
         trust_remote_code: bool = False,
-        cache_dir: str | Path | None = None,
-        token: bool | str | None = None,
         variant: str = "default",
         dtype: str = "fp32",
         **kwargs: Any,
@@ -184,20 +179,9 @@ class ORTModelForPhi4MM(ORTModel, GenerationMixin):
         """Export into a temporary folder that lives as long as the model, and load it from there."""
         from ..registration import export
 
+        hub_options = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
         folder = TemporaryDirectory()
-        export(
-            model_id,
-            folder.name,
-            variant=variant,
-            dtype=dtype,
-            do_validation=False,
-            subfolder=subfolder,
-            revision=revision,
-            force_download=force_download,
-            local_files_only=local_files_only,
-            cache_dir=cache_dir,
-            token=token,
-        )
+        export(model_id, folder.name, variant=variant, dtype=dtype, do_validation=False, **hub_options)
         config = cls.config_class.from_pretrained(folder.name)
         return cls._from_pretrained(folder.name, config, model_save_dir=folder, **kwargs)
 
@@ -393,7 +377,6 @@ class ORTModelForPhi4MM(ORTModel, GenerationMixin):
         keep = min(logits_to_keep, new_tokens) or new_tokens
         logits: np.ndarray | None = None
         groups: dict[bool, list[RowGroup]] = {False: [], True: []}
-        embedded = self._embed(cache, list(range(num_rows)), new_tokens)
         for side in (False, True):
             rows = [row for row in range(num_rows) if past_switch[row] == side]
             group = cache.groups.get(side)
@@ -403,14 +386,12 @@ class ORTModelForPhi4MM(ORTModel, GenerationMixin):
             for part, count in ((known, new_tokens), (fresh, length)):
                 if not part:
                     continue
-                embeds = embedded[part] if count == new_tokens else self._embed(cache, part, count)
                 if part is known and group is not None:
-                    place = {row: index for index, row in enumerate(group.rows)}
-                    past: Sequence[Any] = group.select([place[row] for row in part])
+                    past: Sequence[Any] = group.select(part)
                 else:
                     past = [self._no_past(len(part))] * len(self.past_names)
                 inputs = {
-                    "inputs_embeds": embeds,
+                    "inputs_embeds": self._embed(cache, part, count),
                     "attention_mask": cache.attention_mask[part],
                     "position_ids": cache.position_ids[part, -count:],
                     "logits_to_keep": np.array([keep], np.int64),

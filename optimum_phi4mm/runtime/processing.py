@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
 from transformers import AutoTokenizer, BatchFeature, Phi4MultimodalConfig, Phi4MultimodalFeatureExtractor
 from transformers.processing_utils import ProcessorMixin
 
+from ..checkpoint import HUB_OPTIONS, download
 from ..configuration import is_phi4mm, read_config, read_json
 from ..errors import CheckpointError, InputError
 from .image_processing import Phi4MMImageProcessor
@@ -21,9 +21,9 @@ from .media import load_audio
 __all__ = ["Phi4MMProcessor"]
 
 _FILES = ("*.json", "*.jinja", "merges.txt")
+_NOT_FILES = ("*/*", "*.index.json")
 _PREPROCESSOR = "preprocessor_config.json"
 _MARKER = re.compile(r"<\|(image|audio)_(\d{1,9})\|>")
-_HUB_OPTIONS = ("revision", "cache_dir", "token", "local_files_only", "force_download")
 
 
 class Phi4MMProcessor(ProcessorMixin):
@@ -60,25 +60,22 @@ class Phi4MMProcessor(ProcessorMixin):
         self.image_token_id, self.audio_token_id = tokenizer.image_token_id, tokenizer.audio_token_id
 
     @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: str | Path, *, subfolder: str = "", **kwargs: Any
-    ) -> Phi4MMProcessor:
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Phi4MMProcessor:
         """Read a processor from a package or from a checkpoint in either layout.
 
         Args:
             pretrained_model_name_or_path: a folder or a Hub id; of a repository only the small files are
                 downloaded.
-            subfolder: where in it the files lie.
-            kwargs: `revision`, `cache_dir`, `token`, `local_files_only` and `force_download` as in
-                transformers. `trust_remote_code` has no effect: no code is needed. Others go to the
+            kwargs: `subfolder`, `revision`, `cache_dir`, `token`, `local_files_only` and `force_download` as
+                in transformers. `trust_remote_code` has no effect: no code is needed. Others go to the
                 tokenizer.
 
         Raises:
             CheckpointError: a file is missing or malformed, or belongs to another model.
         """
         kwargs.pop("trust_remote_code", None)
-        hub_options = {name: kwargs.pop(name) for name in _HUB_OPTIONS if name in kwargs}
-        folder = _local_files(pretrained_model_name_or_path, subfolder, hub_options)
+        hub_options = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
+        folder = download(pretrained_model_name_or_path, _FILES, _NOT_FILES, **hub_options)
         raw = read_config(folder) if (folder / "config.json").is_file() else None  # a processor saved alone
         settings = read_json(folder / _PREPROCESSOR) if (folder / _PREPROCESSOR).is_file() else {}
         for key in ("auto_map", "processor_class", "image_processor_type", "feature_extractor_type"):
@@ -310,24 +307,6 @@ class Phi4MMProcessor(ProcessorMixin):
                     f"the prompt has {found} {kind} tokens after tokenizing, expected {sum(sizes[kind])}: "
                     "don't truncate it, and use the model's own tokenizer"
                 )
-
-
-def _local_files(name: str | Path, subfolder: str, hub_options: dict[str, Any]) -> Path:
-    if Path(name).is_dir():
-        return Path(name) / subfolder
-    prefix = f"{subfolder.strip('/')}/" if subfolder else ""
-    try:
-        snapshot = snapshot_download(
-            str(name),
-            allow_patterns=[prefix + file for file in _FILES],
-            ignore_patterns=[prefix + "*/*", prefix + "*.index.json"],
-            **hub_options,
-        )
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{name} is no local folder and can't be loaded from the Hugging Face Hub: {error}"
-        ) from error
-    return Path(snapshot) / subfolder
 
 
 def _is_image(value: Any) -> bool:

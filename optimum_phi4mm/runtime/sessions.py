@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ COMPONENTS = {
 }
 
 
-class Sessions(Mapping[str, InferenceSession]):
+class Sessions:
     """Sessions by the models' names; looking one up opens it.
 
     Args:
@@ -48,10 +48,9 @@ class Sessions(Mapping[str, InferenceSession]):
         self.session_options = session_options
         self.use_io_binding = False
         self._open: dict[str, InferenceSession] = {}
+        self._types: dict[str, dict[str, Any]] = {}
 
     def __getitem__(self, name: str) -> InferenceSession:
-        if name not in COMPONENTS:
-            raise KeyError(name)
         if name not in self._open:
             path = self.locate(name)
             try:
@@ -69,14 +68,10 @@ class Sessions(Mapping[str, InferenceSession]):
                 raise PackageError(
                     f"{path} has no input {missing[0]}: it is not the {name} model of an exported package"
                 )
+            values = session.get_inputs() + session.get_overridable_initializers()
+            self._types[name] = {value.name: _NUMPY_TYPES.get(value.type) for value in values}
             self._open[name] = session
         return self._open[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(COMPONENTS)
-
-    def __len__(self) -> int:
-        return len(COMPONENTS)
 
     @property
     def loaded(self) -> list[str]:
@@ -106,9 +101,7 @@ class Sessions(Mapping[str, InferenceSession]):
             inputs: by name; arrays are cast to the model's types.
         """
         session = self[name]
-        values = session.get_inputs() + session.get_overridable_initializers()
-        types = {value.name: _NUMPY_TYPES.get(value.type) for value in values}
-        feeds = {key: _ort_value(value, types[key]) for key, value in inputs.items()}
+        feeds = {key: _ort_value(value, self._types[name][key]) for key, value in inputs.items()}
         if not self.use_io_binding:
             return session.run_with_ort_values(list(outputs), feeds)
         binding = session.io_binding()
