@@ -18,7 +18,7 @@ from ..errors import InputError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["load_audio", "load_image"]
+__all__ = ["is_samples", "load_audio", "load_image"]
 
 _MAX_DOWNLOAD = 1 << 28  # bytes of one picture or recording behind a URL
 _TIMEOUT = 30  # seconds without an answer
@@ -89,14 +89,11 @@ def load_audio(source: Any, target_rate: int, *, sampling_rate: int | None = Non
         source = (source["array"], source.get("sampling_rate", sampling_rate))
     if isinstance(source, (tuple, list)) and len(source) == 2 and isinstance(source[1], (int, np.integer)):
         samples, rate = np.asarray(source[0]), int(source[1])
-        _check_length(samples.size, rate, max_seconds)
-    elif isinstance(source, np.ndarray) or hasattr(source, "__array__"):
-        samples, rate = np.asarray(source), sampling_rate or target_rate
-        _check_length(max(samples.shape, default=0), rate, max_seconds)
-    elif isinstance(source, (tuple, list)) and source and isinstance(source[0], float):
+    elif hasattr(source, "__array__") or is_samples(source):
         samples, rate = np.asarray(source), sampling_rate or target_rate
     else:
         samples, rate = _decode(source, max_seconds)
+    _check_length(max(samples.shape, default=0), rate, max_seconds)
     samples = _mono(samples)
     if not np.isfinite(samples).all():
         raise InputError("a recording has samples that are no numbers (NaN or infinity)")
@@ -110,6 +107,11 @@ def load_audio(source: Any, target_rate: int, *, sampling_rate: int | None = Non
             "pip install soxr"
         ) from error
     return soxr.resample(samples, rate, target_rate)
+
+
+def is_samples(source: Any) -> bool:
+    """Whether a list is one recording's samples, not a list of recordings."""
+    return isinstance(source, (list, tuple)) and len(source) > 0 and isinstance(source[0], float)
 
 
 def _decode(source: Any, max_seconds: float) -> tuple[np.ndarray, int]:

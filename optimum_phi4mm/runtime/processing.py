@@ -15,7 +15,7 @@ from ..checkpoint import HUB_OPTIONS, download
 from ..configuration import is_phi4mm, read_config, read_json
 from ..errors import CheckpointError, InputError
 from .image_processing import Phi4MMImageProcessor
-from .media import load_audio
+from .media import is_samples, load_audio
 
 
 __all__ = ["Phi4MMProcessor"]
@@ -318,7 +318,7 @@ def _is_audio(value: Any) -> bool:
     if not isinstance(value, (list, tuple)):
         return True
     pair = len(value) == 2 and isinstance(value[1], int) and not isinstance(value[0], (str, int))
-    return pair or bool(value and isinstance(value[0], float))
+    return pair or is_samples(value)
 
 
 def _flat(value: Any, is_one: Any) -> list[Any]:

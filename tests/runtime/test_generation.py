@@ -470,6 +470,15 @@ def test_a_prompt_past_the_context_is_refused_before_any_model_runs(model, monke
             call(input_ids=torch.ones(1, limit + 1, dtype=torch.int64))
 
 
+def test_an_answer_ends_where_the_context_does(model, monkeypatch, caplog):
+    monkeypatch.setattr(model.config, "max_position_embeddings", 8)
+    ids = token_ids(6, 0)
+    found = model.generate(input_ids=ids, max_new_tokens=10, do_sample=False, eos_token_id=-1)
+    assert found.shape == (1, 9)  # the last token needs no place
+    expected = model.generate(input_ids=ids, max_new_tokens=3, do_sample=False, eos_token_id=-1)
+    assert torch.equal(found, expected)
+
+
 def test_pictures_that_come_after_the_cache_are_refused(model):
     inputs = PROMPTS["image"]().inputs()
     cache = model(**inputs).past_key_values

@@ -21,6 +21,7 @@ from transformers import Phi4MultimodalFeatureExtractor
 
 from optimum_phi4mm import InputError, Phi4MMProcessor
 from optimum_phi4mm.errors import CheckpointError
+from optimum_phi4mm.runtime.media import load_audio
 
 
 RATE = 16000
@@ -183,6 +184,7 @@ AUDIO_SOURCES: dict[str, Callable[[np.ndarray, Path], Any]] = {
     "mapping": lambda samples, _: {"array": samples, "sampling_rate": RATE},
     "tensor": lambda samples, _: torch.from_numpy(samples),
     "stereo": lambda samples, _: (np.stack([samples, samples], 1), RATE),
+    "list of numbers": lambda samples, _: [float(sample) for sample in samples],
     "channels first": lambda samples, _: (np.stack([samples, samples]), RATE),
     "wav": lambda samples, folder: _recorded(folder / "a.wav", samples),
     "bytes": lambda samples, folder: _recorded(folder / "a.wav", samples).read_bytes(),
@@ -256,6 +258,14 @@ def test_a_recording_that_cannot_be_used_is_refused_with_the_reason(processor, c
     source, told = BAD_RECORDINGS[case]
     with pytest.raises(InputError, match=told):
         features(processor, source)
+
+
+def test_channels_do_not_count_as_length(processor):
+    rate = 100
+    three_hours = np.zeros((3 * 3600 * rate, 2), np.float32)  # of the context's 3.6
+    assert len(load_audio((three_hours, rate), rate, max_seconds=3.6 * 3600)) == len(three_hours)
+    with pytest.raises(InputError, match="lasts 2 s"):
+        load_audio([0.0] * 200, rate, max_seconds=1)
 
 
 def test_a_file_that_claims_to_be_endless_is_refused_before_it_is_decoded(processor, tmp_path):
